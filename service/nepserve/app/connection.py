@@ -1,0 +1,145 @@
+"""uvicorn's HTTP/1.1 connection with bounds on what a slow or hostile peer can hold.
+
+A request head has a size and a time; a body that is still on its way when its request was already answered is thrown
+away for a short while, so that the peer can read the answer, and then cut off; an answer that nobody reads is dropped.
+Nothing here sets a timer per request: :func:`sweep`, called about once a second, looks at all connections.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterable
+
+MAX_HEAD = 64 * 1024
+"""Largest request line and headers together, bytes."""
+
+HEAD_SECONDS = 10.0
+"""Time from the first byte of a request (or from connecting) to the end of its headers."""
+
+LINGER_SECONDS = 10.0
+LINGER_BYTES = 32_000_000
+"""How long, and how much, a body is thrown away after its request was answered."""
+
+WRITE_SECONDS = 60.0
+"""Time that an answer may wait for its reader to take the next part of it."""
+
+
+class Connection(HttpToolsProtocol):
+    """One client connection."""
+
+    in_head = False
+    in_body = False
+    head_size = 0
+    discarded = 0
+    write_paused_at: float | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Refuse connections beyond the limit, and start the clock of the first request."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self.changed = self.loop.time()
+        limit = self.config.limit_concurrency
+        # uvicorn would count requests under this name and answer in plain text.
+        self.limit_concurrency = None
+        if limit is not None and len(self.connections) > limit:
+            self.refuse(503, "too_many_connections", f"The server holds {limit} connections already.")
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser; a head that does not end is refused."""
+        super().data_received(data)
+        if self.in_head:
+            self.head_size += len(data)
+            if self.head_size > MAX_HEAD:
+                self._head_too_large()
+
+    def on_message_begin(self) -> None:
+        """Note when a request begins."""
+        self.in_head, self.head_size, self.discarded = True, 0, 0
+        self.changed = self.loop.time()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Hand the request over, unless its head is too large."""
+        self.in_head, self.in_body = False, True
+        if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEAD:
+            self._head_too_large()
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a part of a body, or throw it away if its request was answered already."""
+        if self.cycle is not None and self.cycle.response_complete:
+            self.discarded += len(body)
+            if self.discarded > LINGER_BYTES:
+                self.transport.abort()
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that the body is here."""
+        self.in_body = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Note when an answer was written."""
+        self.changed = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Note that the peer does not read."""
+        self.write_paused_at = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Note that the peer reads again."""
+        self.write_paused_at = None
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP."""
+        self.refuse(400, "bad_request", msg)
+
+    def refuse(self, status: int, code: str, detail: str) -> None:
+        """Write a problem and close, without the application."""
+        if self.transport.is_closing():
+            return
+        body = orjson.dumps({"type": "about:blank", "title": code, "status": status, "code": code, "detail": detail})
+        head = (
+            f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: application/problem+json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _head_too_large(self) -> None:
+        self.in_head = False
+        self.refuse(431, "headers_too_large", f"Request line and headers may be {MAX_HEAD} bytes in all.")
+
+    def overdue(self, now: float) -> bool:
+        """Whether the peer has used up its time in the present phase."""
+        if self.write_paused_at is not None and now - self.write_paused_at > WRITE_SECONDS:
+            return True
+        age = now - self.changed
+        if self.in_head or self.cycle is None:
+            return age > HEAD_SECONDS
+        return self.cycle.response_complete and self.in_body and age > LINGER_SECONDS
+
+
+_PHRASES = {
+    400: "Bad Request",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+def sweep(connections: Iterable[Any], now: float) -> int:
+    """Cut off the connections that are overdue; returns how many. ``now`` is the event loop's time."""
+    late = [c for c in connections if isinstance(c, Connection) and c.overdue(now)]
+    for connection in late:
+        connection.transport.abort()
+    return len(late)

@@ -1,0 +1,145 @@
+"""Reading request bodies: bounded in size before and after decompression, and in time."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import Receive
+
+MIN_RATE = 1e6
+"""Bytes per second that earn a slow sender more time."""
+
+
+class BodyError(Exception):
+    """A body that is not taken: ``status`` and ``code`` of the answer, ``detail`` for people."""
+
+    def __init__(self, status: int, code: str, detail: str) -> None:
+        self.status = status
+        self.code = code
+        self.detail = detail
+        super().__init__(detail)
+
+
+class ClientGone(Exception):  # noqa: N818 (nobody is told: there is no one left to tell)
+    """The client went away while its request was read."""
+
+
+class Bodies:
+    """The bodies that are being read.
+
+    Bodies are read without a timer each: :meth:`sweep`, called about once a second, finds those that take too long,
+    and :meth:`cut` ends them all when the server stops.
+    """
+
+    def __init__(self, limit: int, timeout: float) -> None:
+        self.limit = limit
+        self.timeout = timeout
+        self._reading: set[_Body] = set()
+
+    async def read(self, receive: Receive, headers: Mapping[bytes, bytes]) -> bytes:
+        """The whole body, decompressed.
+
+        Raises:
+            BodyError: 413 too large, 408 too slow, 415 unknown encoding, 400 not what its encoding says.
+            ClientGone: The connection broke.
+        """
+        announced = headers.get(b"content-length")
+        if announced is not None and (not announced.isdigit() or int(announced) > self.limit):
+            raise self._too_large()
+        encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+        if encoding not in {b"identity", b"gzip", b""}:
+            raise BodyError(
+                415, "unsupported_encoding", f"Content-Encoding {encoding.decode('latin-1')!r}; wanted gzip or none."
+            )
+        body = await self._receive(receive)
+        return await asyncio.to_thread(gunzip, body, self.limit) if encoding == b"gzip" else body
+
+    async def _receive(self, receive: Receive) -> bytes:
+        entry = _Body(asyncio.current_task(), asyncio.get_running_loop().time() + self.timeout)
+        self._reading.add(entry)
+        try:
+            chunks: list[bytes] = []
+            size = 0
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk = message.get("body", b"")
+                size += len(chunk)
+                if size > self.limit:
+                    raise self._too_large()
+                if not message.get("more_body", False):
+                    if not chunks:
+                        return chunk
+                    chunks.append(chunk)
+                    return b"".join(chunks)
+                chunks.append(chunk)
+                entry.deadline += len(chunk) / MIN_RATE
+        except asyncio.CancelledError:
+            if entry.reason is None or entry.task is None:
+                raise
+            if hasattr(entry.task, "uncancel"):  # Python 3.11
+                entry.task.uncancel()
+            raise entry.reason from None
+        finally:
+            self._reading.discard(entry)
+
+    def sweep(self, now: float) -> int:
+        """End what is overdue at the event loop's time ``now``; returns how many."""
+        late = [entry for entry in self._reading if entry.deadline < now and entry.reason is None]
+        for entry in late:
+            entry.end(BodyError(408, "body_timeout", f"The body did not arrive within {self.timeout:g} s."))
+        return len(late)
+
+    def cut(self, reason: BodyError) -> None:
+        """End them all."""
+        for entry in list(self._reading):
+            entry.end(reason)
+
+    def _too_large(self) -> BodyError:
+        return BodyError(413, "body_too_large", f"The body is larger than {self.limit} bytes, the most taken here.")
+
+
+class _Body:
+    """One body on its way: the task that reads it and until when."""
+
+    __slots__ = ("deadline", "reason", "task")
+
+    def __init__(self, task: asyncio.Task[object] | None, deadline: float) -> None:
+        self.task = task
+        self.deadline = deadline
+        self.reason: BodyError | None = None
+
+    def end(self, reason: BodyError) -> None:
+        self.reason = reason
+        if self.task is not None:
+            self.task.cancel()
+
+
+def gunzip(data: bytes, limit: int) -> bytes:
+    """Decompress; never holds more than ``limit`` bytes of the result.
+
+    Raises:
+        BodyError: 413 if more would come out, 400 if it is not gzip or ends early.
+    """
+    parts: list[bytes] = []
+    left = limit
+    while data:
+        member = zlib.decompressobj(wbits=31)
+        try:
+            part = member.decompress(data, left + 1)
+        except zlib.error as error:
+            raise BodyError(400, "bad_encoding", f"The body is not gzip: {error}.") from None
+        left -= len(part)
+        if left < 0:
+            raise BodyError(413, "body_too_large", f"Decompressed, the body is larger than {limit} bytes.")
+        if not member.eof:
+            raise BodyError(400, "bad_encoding", "The gzip body ends early.")
+        parts.append(part)
+        data = member.unused_data
+    return b"".join(parts)
