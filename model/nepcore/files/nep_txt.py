@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..admission import Admission
-from ..errors import ModelFileError
-from .nep_layout import SWITCHES, Header, explain_count, format_header, parse_float, parse_header, quoted
+from nepcore.admission import Admission
+from nepcore.errors import ModelFileError
+
+from .nep_header import format_header, parse_float, parse_header, quoted
+from .nep_layout import SWITCHES, Header, explain_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -184,9 +186,11 @@ def read(path: str | os.PathLike[str]) -> NepFile:
         if path.is_dir():
             raise ModelFileError(path, None, "is a directory, not a model file")
         with path.open("rb") as file:
-            content = file.read(1 << 16)
-            _check_text(content, path)
-            content += file.read(MAX_BYTES + 1 - len(content))
+            content = bytearray()
+            while len(content) <= MAX_BYTES and (chunk := file.read(1 << 20)):
+                content += chunk
+                if len(content) == len(chunk):
+                    _check_text(content, path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelFileError(path, None, f"cannot be read: {reason}") from error
@@ -226,14 +230,9 @@ def dumps(model: NepFile) -> str:
     Raises:
         ValueError: arrays whose shapes are not those of the sizes, or numbers that are not finite.
     """
-    try:
-        spelled = bool(model.header) and parse_header(model.header, "header") == model.layout
-    except ModelFileError:
-        spelled = False
-    header = list(model.header) if spelled else format_header(model.layout)
-    if not spelled:
-        # What is written must read back; a header that was made up may say anything.
-        parse_header(header, "header")
+    header = list(model.header) if _says(model.header, model.layout) else format_header(model.layout)
+    if not _says(header, model.layout):
+        raise ValueError(f"the fields contradict each other; the header would read {header}")
     values = _flatten(model).tolist()
     numbers = [f"{v:15.7e}" for v in values]
     for i, (number, value) in enumerate(zip(numbers, values, strict=True)):
@@ -263,7 +262,15 @@ def write(model: NepFile, path: str | os.PathLike[str]) -> None:
         raise
 
 
-def _check_text(content: bytes, path: Path) -> None:
+def _says(header: Sequence[str], layout: Header) -> bool:
+    """Whether header lines say what the fields say."""
+    try:
+        return len(header) == layout.n_lines and parse_header(header, "header") == layout
+    except ModelFileError:
+        return False
+
+
+def _check_text(content: bytes | bytearray, path: Path) -> None:
     """Refuse what is plainly no text before it is taken for a model."""
     for magic, what in (
         (b"\x1f\x8b", "gzip-compressed; unpack it first"),
@@ -286,30 +293,22 @@ def _parse_values(lines: Sequence[str], header: Header, path: Path) -> NDArray[n
         try:
             values = np.fromiter(map(float, body), np.float64, len(body))
         except ValueError:
-            values = None
+            values = np.full(1, np.nan)
         # float() takes "1_000" and digits of other scripts, which no other reader of this format does.
-        if (
-            values is not None
-            and np.isfinite(values).all()
-            and all(map(str.isascii, body))
-            and not _has_underscore(body)
-        ):
+        plain = not any("_" in text for text in body) and all(map(str.isascii, body))
+        if plain and np.isfinite(values).all():
             return values
     for i, text in enumerate(body[: header.n_values]):
         if parse_float(text.strip()) is None:
             raise ModelFileError(path, header.n_lines + i + 1, _number_fault(text, i + 1, header.n_values))
     expected, found = header.n_values, len(body)
-    if found > expected and parse_float(body[expected].strip()) is None:
-        line = header.n_lines + expected + 1
-        raise ModelFileError(path, line, f"expected the end after {expected:,} numbers, found {quoted(body[expected])}")
-    reason = (
-        f"expected {expected:,} numbers after the {header.n_lines} header lines ({_sizes(header)}), found {found:,}"
-    )
-    raise ModelFileError(path, None, reason + explain_count(header, found))
-
-
-def _has_underscore(body: Sequence[str]) -> bool:
-    return any("_" in text for text in body)
+    surplus = header.n_lines + expected + 1 if found > expected else None
+    if surplus and parse_float(body[expected].strip()) is None:
+        raise ModelFileError(
+            path, surplus, f"expected the end after {expected:,} numbers, found {quoted(body[expected])}"
+        )
+    reason = f"expected {expected:,} numbers after the header ({_sizes(header)}), found {found:,}"
+    raise ModelFileError(path, surplus, reason + explain_count(header, found))
 
 
 def _number_fault(text: str, which: int, total: int) -> str:
