@@ -230,9 +230,15 @@ def dumps(model: NepFile) -> str:
     Raises:
         ValueError: arrays whose shapes are not those of the sizes, or numbers that are not finite.
     """
-    header = list(model.header) if _says(model.header, model.layout) else format_header(model.layout)
-    if not _says(header, model.layout):
-        raise ValueError(f"the fields contradict each other; the header would read {header}")
+    header, layout = list(model.header), model.layout
+    if not _says(header, layout):
+        header = format_header(layout)
+        try:
+            said = parse_header(header, "header")
+        except ModelFileError as error:
+            raise ValueError(f"no model file can say this: {error.reason}") from error
+        if said != layout:
+            raise ValueError(f"the fields contradict each other; the header would be {header}")
     values = _flatten(model).tolist()
     numbers = [f"{v:15.7e}" for v in values]
     for i, (number, value) in enumerate(zip(numbers, values, strict=True)):
