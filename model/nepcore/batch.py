@@ -1,0 +1,118 @@
+"""A slice of packed structures as tensors on a device, in cells that are ready for the neighbour search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from .structures import Structures
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Structures on a device: the same object for serving and for training.
+
+    Attributes:
+        counts: Atoms per structure, (B,) int64, on the host.
+        offsets: First atom of each structure and, last, N, (B + 1,) int64, on the host.
+        cells: Completed cells, (B, 3, 3) float64, on the host: vectors of non-periodic directions are replaced by
+            unit vectors orthogonal to the periodic ones.
+        pbc: (B, 3) bool, on the host.
+        positions: Atoms folded into their cells, Å, (N, 3) float64. In non-periodic directions they are counted from
+            the lowest atom, so that a structure far from the origin loses no digits and takes no space.
+        types: Type index of each atom in the model, (N,) int64.
+        structure: Structure of each atom, (N,) int64.
+        temperatures: K, (B,) float64.
+    """
+
+    counts: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    cells: NDArray[np.float64]
+    pbc: NDArray[np.bool_]
+    positions: Tensor
+    types: Tensor
+    structure: Tensor
+    temperatures: Tensor
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def n_atoms(self) -> int:
+        """Atoms in the batch."""
+        return len(self.positions)
+
+    @classmethod
+    def of(cls, structures: Structures, types: NDArray[np.int64], device: torch.device) -> Batch:
+        """Put structures on a device.
+
+        Args:
+            structures: Finite, with independent cell vectors in periodic directions.
+            types: Type index by atomic number, (256,), as :attr:`nepcore.admission.Admission.types`.
+            device: Where the tensors go.
+        """
+        cells = complete_cells(structures.cells, structures.pbc)
+        system = np.repeat(np.arange(len(structures)), structures.counts)
+        return cls(
+            structures.counts,
+            structures.offsets,
+            cells,
+            structures.pbc,
+            torch.from_numpy(fold(structures.positions, cells, structures.pbc, structures.offsets)).to(device),
+            torch.from_numpy(types[structures.numbers]).to(device),
+            torch.from_numpy(system).to(device),
+            torch.from_numpy(structures.temperatures.copy()).to(device),
+        )
+
+
+def complete_cells(cells: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Cells whose vectors in non-periodic directions are orthonormal to everything else, (B, 3, 3).
+
+    The volume and the heights over the periodic faces are then those of the periodic part alone.
+    """
+    out = np.where(pbc[:, :, None], cells, 0.0)
+    for d in range(3):
+        e, f = (d + 1) % 3, (d + 2) % 3
+        two = pbc[:, e] & pbc[:, f] & ~pbc[:, d]  # the one direction missing is the normal of the plane
+        if two.any():
+            normal = np.cross(out[two, e], out[two, f])
+            out[two, d] = normal / np.linalg.norm(normal, axis=1, keepdims=True)
+        one = pbc[:, d] & ~pbc[:, e] & ~pbc[:, f]  # two directions missing: any orthonormal pair will do
+        if one.any():
+            axis = out[one, d] / np.linalg.norm(out[one, d], axis=1, keepdims=True)
+            helper = np.eye(3)[np.argmin(np.abs(axis), axis=1)]
+            first = np.cross(axis, helper)
+            first /= np.linalg.norm(first, axis=1, keepdims=True)
+            out[one, e] = first
+            out[one, f] = np.cross(axis, first)
+    out[~pbc.any(axis=1)] = np.eye(3)
+    return out
+
+
+def fold(
+    positions: NDArray[np.float64],
+    cells: NDArray[np.float64],
+    pbc: NDArray[np.bool_],
+    offsets: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """Positions moved by lattice vectors into their cells, (N, 3), in float64.
+
+    In non-periodic directions they are moved so that the lowest atom is at zero.
+    """
+    if not len(positions):
+        return positions.copy()
+    counts = np.diff(offsets)
+    system = np.repeat(np.arange(len(counts)), counts)
+    fractional = np.einsum("ni,nij->nj", positions, np.linalg.inv(cells)[system])
+    lowest = np.minimum.reduceat(fractional, offsets[:-1][counts > 0], axis=0)
+    start = np.zeros((len(counts), 3))
+    start[counts > 0] = lowest
+    moved = np.where(pbc[system], np.floor(fractional), start[system])
+    return positions - np.einsum("ni,nij->nj", moved, cells[system])

@@ -1,0 +1,216 @@
+"""The library's front: load a model, evaluate structures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .backends import resolve
+from .errors import ModelError, StructureError
+from .files import nep_txt
+from .potential import NEP
+from .structures import DEFAULT_PROPERTIES, PER_ATOM, PROPERTIES, Predictions, Structure, Structures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+
+    from ase import Atoms
+
+    from .backends.protocol import Backend
+    from .files.nep_txt import NepFile
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+_CPU_WORKING_SET = 48e6
+"""Bytes of intermediate arrays on a CPU: about what stays in its caches; more is slower, not faster."""
+
+_GPU_SHARE = 0.25
+"""Share of a GPU's free memory for intermediate arrays."""
+
+
+class Calculator:
+    """A model that is ready to evaluate structures. Made by :func:`nepcore.load`.
+
+    Attributes:
+        model: What the file says.
+        device: Where it computes, such as ``cpu`` or ``cuda:0``.
+        dtype: ``float32`` or ``float64``.
+    """
+
+    def __init__(self, model: NepFile, backend: Backend, device: str, dtype: str) -> None:
+        self.model = model
+        self.device = device
+        self.dtype = dtype
+        self._backend = backend
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, device: str = "auto", dtype: str = "float32", backend: str = "auto",
+        memory: float | None = None,
+    ) -> Calculator:  # fmt: skip
+        """See :func:`nepcore.load`."""
+        return cls.of(nep_txt.read(path), device=device, dtype=dtype, backend=backend, memory=memory)
+
+    @classmethod
+    def of(
+        cls, model: NepFile, *, device: str = "auto", dtype: str = "float32", backend: str = "auto",
+        memory: float | None = None,
+    ) -> Calculator:  # fmt: skip
+        """Make a calculator of a model that is in memory already; arguments as of :func:`nepcore.load`."""
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype must be float32 or float64, not {dtype!r}")
+        where = _find_device(device)
+        potential = NEP(model, DTYPES[dtype]).to(where)
+        made = resolve.make(backend, potential, model.admission, _memory(where) if memory is None else memory)
+        return cls(model, made, str(where), dtype)
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend in use."""
+        return self._backend.name
+
+    def evaluate(
+        self,
+        structures: Structures | Structure | Atoms | Sequence[Structure | Atoms] | str | Path,
+        properties: Iterable[str] = DEFAULT_PROPERTIES,
+        progress: Callable[[int], None] | None = None,
+    ) -> Predictions:
+        """Evaluate structures.
+
+        Args:
+            structures: A packed block, one structure or several (also ASE ``Atoms``), or an extended-XYZ file.
+            properties: Names among :data:`nepcore.structures.PROPERTIES`.
+            progress: Called with the number of atoms finished, again and again.
+
+        Returns:
+            Packed predictions in the order of the structures. Those that failed are in ``errors``.
+
+        Raises:
+            ModelError: An unknown property.
+            InputFileError: The file cannot be read.
+        """
+        run = self.run(_pack(structures), properties)
+        while True:
+            try:
+                done = next(run)
+            except StopIteration as end:
+                return end.value
+            if progress is not None:
+                progress(done)
+
+    def run(
+        self, structures: Structures, properties: Iterable[str] = DEFAULT_PROPERTIES
+    ) -> Generator[int, None, Predictions]:
+        """Evaluate piece by piece: yields the number of atoms finished after each, returns the predictions."""
+        wanted = frozenset(properties)
+        unknown = wanted - frozenset(PROPERTIES)
+        if unknown:
+            raise ModelError(f"unknown property {sorted(unknown)[0]!r}; there are: {', '.join(PROPERTIES)}")
+        problems = self.model.admission.problems(structures)
+        if not problems:
+            predictions = yield from self._backend.run(structures, wanted)
+        else:
+            good = np.array([i for i in range(len(structures)) if i not in problems], np.int64)
+            part = yield from self._backend.run(structures.select(good), wanted)
+            predictions = _scatter(part, good, structures, problems)
+        return _checked(predictions)
+
+
+def _pack(structures: object) -> Structures:
+    if isinstance(structures, Structures):
+        return structures
+    if isinstance(structures, (str, Path)):
+        from .files import xyz
+
+        return xyz.read(structures).structures
+    if isinstance(structures, Structure) or hasattr(structures, "get_positions"):
+        return Structures.pack([structures])  # type: ignore[list-item]
+    if isinstance(structures, Sequence):
+        return Structures.pack(structures)
+    raise TypeError(
+        f"structures must be Structures, Structure, Atoms, a list of them or a path, not {type(structures)}"
+    )
+
+
+def _scatter(
+    part: Predictions, good: np.ndarray, structures: Structures, problems: dict[int, StructureError]
+) -> Predictions:
+    """Predictions of a whole block from those of its good structures."""
+    atoms = np.repeat(np.isin(np.arange(len(structures)), good), structures.counts)
+    values = {}
+    for name, array in part.values.items():
+        rows = structures.n_atoms if name in PER_ATOM else len(structures)
+        full = np.full((rows, *array.shape[1:]), np.nan, array.dtype)
+        full[atoms if name in PER_ATOM else good] = array
+        values[name] = full
+    errors = dict(problems)
+    errors.update({int(good[i]): e for i, e in part.errors.items()})
+    return Predictions(structures.counts, values, structures.pbc.all(axis=1), errors)
+
+
+def _checked(predictions: Predictions) -> Predictions:
+    """Turn results that are not finite into errors of their structures, and blank the rows of failed ones."""
+    B = len(predictions)
+    system: np.ndarray | None = None
+    errors = dict(predictions.errors)
+    for name, array in predictions.values.items():
+        finite = np.isfinite(array.reshape(len(array), -1)).all(axis=1) if len(array) else np.ones(0, bool)
+        if name == "stress":
+            finite |= ~predictions.stress_known
+        for row in np.flatnonzero(~finite).tolist():
+            if name in PER_ATOM:
+                if system is None:
+                    system = np.repeat(np.arange(B), predictions.counts)
+                i = int(system[row])
+                atom = row - int(predictions.offsets[i])
+                reason, atoms = f"the model gives {name} that are not finite for atom {atom + 1}", (atom,)
+            else:
+                i, reason, atoms = row, f"the model gives a {name} that is not finite", ()
+            if i not in errors or (atoms and errors[i].code == "non_finite_result" and not errors[i].atoms):
+                errors[i] = StructureError("non_finite_result", reason, atoms=atoms)
+    for i in errors:
+        a, b = predictions.offsets[i], predictions.offsets[i + 1]
+        for name, array in predictions.values.items():
+            if name in PER_ATOM:
+                array[a:b] = np.nan
+            else:
+                array[i] = np.nan
+    return Predictions(predictions.counts, predictions.values, predictions.stress_known, errors)
+
+
+def _find_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ModelError: It is not there; says what is, and which variables hide devices.
+    """
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"there is no device {name!r}; use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ModelError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N (cuda also means ROCm)")
+    index = device.index or 0
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        variables = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+        hidden = "".join(f"; {v}={os.environ[v]!r}" for v in variables if v in os.environ)
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise ModelError(f"device {name!r} is not there: torch {torch.__version__} sees {found} GPU(s){hidden}")
+    return torch.device("cuda", index)
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes for intermediate arrays on a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return _GPU_SHARE * free
+    return _CPU_WORKING_SET

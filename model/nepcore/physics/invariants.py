@@ -1,0 +1,177 @@
+"""Rotational invariants of the angular sums s_b, and their gradients.
+
+The three-body invariant of degree l is Σ_b C_b s_b² over the block of l. The higher ones are polynomials of three or
+four factors, written here as tables of monomials; gradients follow from the same tables.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from . import harmonics
+
+SWITCHES: tuple[str, ...] = ("q222", "q1111", "q112", "q123", "q233", "q134")
+"""Higher invariants in the order of the file's ``l_max`` line and of the descriptor."""
+
+Monomial = tuple[float, tuple[int, ...]]
+
+
+def _scaled(unit: float, text: str) -> tuple[Monomial, ...]:
+    """Monomials of a table row: ``"20: 2 4 12, -2 5 11"`` means 20 (s2 s4 s12 − s2 s5 s11), times ``unit``."""
+    out = []
+    for group in text.split(";"):
+        factor, terms = group.split(":")
+        for term in terms.split(","):
+            sign, body = (-1.0, term.strip()[1:]) if term.strip().startswith("-") else (1.0, term)
+            out.append((sign * float(factor) * unit, tuple(int(b) for b in body.split())))
+    return tuple(out)
+
+
+def _q222() -> tuple[Monomial, ...]:
+    a = (-0.007499480826664, -0.134990654879954, 0.067495327439977, 0.404971964639861, -0.809943929279723)
+    return (
+        (a[0], (3, 3, 3)), (a[1], (3, 4, 4)), (a[1], (3, 5, 5)), (a[2], (3, 6, 6)), (a[2], (3, 7, 7)),
+        (a[3], (6, 5, 5)), (-a[3], (6, 4, 4)), (a[4], (4, 5, 7)),
+    )  # fmt: skip
+
+
+def _q1111() -> tuple[Monomial, ...]:
+    c = (0.026596810706114, 0.053193621412227, 0.026596810706114)
+    return (
+        (c[0], (0, 0, 0, 0)), (c[1], (0, 0, 1, 1)), (c[1], (0, 0, 2, 2)),
+        (c[2], (1, 1, 1, 1)), (2.0 * c[2], (1, 1, 2, 2)), (c[2], (2, 2, 2, 2)),
+    )  # fmt: skip
+
+
+def _q112() -> tuple[Monomial, ...]:
+    d = (0.027493550848847, 0.164961305093080, -0.013746775424423, 0.041240326273270, 0.082480652546540)
+    return (
+        (d[0], (0, 0, 3)), (d[1], (0, 1, 4)), (d[1], (0, 2, 5)), (d[2], (3, 1, 1)), (d[2], (3, 2, 2)),
+        (d[3], (6, 1, 1)), (-d[3], (6, 2, 2)), (d[4], (1, 2, 7)),
+    )  # fmt: skip
+
+
+_TABLES: dict[str, tuple[Monomial, ...]] = {
+    "q222": _q222(),
+    "q1111": _q1111(),
+    "q112": _q112(),
+    "q123": _scaled(
+        -0.008418146349617,
+        "20: 2 4 12, -2 5 11, 1 4 11, 1 5 12; 10: 0 6 11, 0 7 12; 8: 0 5 10, 0 4 9;"
+        "5: 2 6 14, -2 7 13, 1 6 13, 1 7 14; -4: 2 5 8, 1 4 8; 2: 2 3 10, 0 3 8, 1 3 9;"
+        "1: 2 6 10, -1 7 10, -2 7 9, -1 6 9",
+    ),
+    "q233": _scaled(
+        0.00107157757939825,
+        "8: 3 8 8; 9: 3 9 9, 3 10 10; 18: 6 9 9, -6 10 10; 24: 8 4 9, 8 5 10; -25: 3 13 13, 3 14 14;"
+        "30: -7 9 14, -6 9 13, -6 10 14, 7 10 13; 36: 7 9 10; -120: 8 6 11, 8 7 12;"
+        "180: 4 9 11, 5 9 12, 4 10 12, -5 10 11; 300: 4 12 14, 5 11 14, 4 11 13, -5 12 13",
+    ),
+    "q134": _scaled(
+        0.00121505476525733,
+        "-3: 15 2 10, 15 1 9; 4: 0 8 15; 5: -1 13 18, -1 14 19, -2 14 18, 2 13 19;"
+        "15: -2 10 18, 1 10 19, 1 9 18, 2 9 19; 20: 8 1 16, 8 2 17;"
+        "30: 0 10 17, 0 9 16, -1 11 16, -1 12 17, -2 12 16, 2 11 17;"
+        "35: 1 13 22, 1 14 23, -2 14 22, 2 13 23; 60: 0 11 18, 0 12 19; 70: 0 13 20, 0 14 21;"
+        "210: 1 11 20, 1 12 21, -2 12 20, 2 11 21",
+    ),
+}
+
+
+@cache
+def monomials(switch: str, l_max: int) -> tuple[Monomial, ...]:
+    """Monomials (factor, indices b) of a higher invariant; those with sums of degree above ``l_max`` are zero."""
+    top = harmonics.width(l_max)
+    return tuple((c, idx) for c, idx in _TABLES[switch] if max(idx) < top)
+
+
+@cache
+def _gradient_terms(switch: str, l_max: int) -> tuple[tuple[int, tuple[Monomial, ...]], ...]:
+    """Derivative of the invariant by each b: (b, monomials), equal ones gathered."""
+    by_index: dict[int, dict[tuple[int, ...], float]] = {}
+    for factor, indices in monomials(switch, l_max):
+        for position, b in enumerate(indices):
+            rest = tuple(sorted(indices[:position] + indices[position + 1 :]))
+            terms = by_index.setdefault(b, {})
+            terms[rest] = terms.get(rest, 0.0) + factor
+    return tuple((b, tuple((c, rest) for rest, c in terms.items())) for b, terms in sorted(by_index.items()))
+
+
+def _product(s: Tensor, indices: tuple[int, ...]) -> Tensor:
+    value = s[indices[0]]
+    for b in indices[1:]:
+        value = value * s[b]
+    return value
+
+
+def _polynomial(s: Tensor, terms: tuple[Monomial, ...]) -> Tensor:
+    value = torch.zeros_like(s[0])
+    for factor, indices in terms:
+        value = value + factor * _product(s, indices)
+    return value
+
+
+def invariants(s: Tensor, l_max: int, switches: tuple[str, ...]) -> Tensor:
+    """Angular descriptor components of the sums.
+
+    Args:
+        s: (l_max (l_max + 2), ...) sums over neighbours.
+        l_max: Highest degree.
+        switches: Higher invariants that are on, in the order of :data:`SWITCHES`.
+
+    Returns:
+        (l_max + len(switches), ...), before the scaler.
+    """
+    blocks = []
+    square = s * s
+    c = harmonics.weights(l_max)
+    for l in range(1, l_max + 1):
+        value = c[l * l - 1] * square[l * l - 1]
+        for b in range(l * l, (l + 1) ** 2 - 1):
+            value = value + c[b] * square[b]
+        blocks.append(value)
+    blocks += [_polynomial(s, monomials(name, l_max)) for name in switches]
+    return torch.stack(blocks)
+
+
+def gradient(s: Tensor, slope: Tensor, l_max: int, switches: tuple[str, ...]) -> Tensor:
+    """Σ_B slope_B ∂q_B/∂s_b.
+
+    Args:
+        s: (l_max (l_max + 2), ...) sums.
+        slope: (l_max + len(switches), ...) derivative of the energy by each component.
+        l_max: Highest degree.
+        switches: Higher invariants that are on.
+
+    Returns:
+        (l_max (l_max + 2), ...).
+    """
+    c = harmonics.weights(l_max)
+    degree = [l for l in range(1, l_max + 1) for _ in range(2 * l + 1)]
+    out = [(2.0 * c[b]) * s[b] * slope[degree[b] - 1] for b in range(len(c))]
+    for position, name in enumerate(switches):
+        f = slope[l_max + position]
+        for b, terms in _gradient_terms(name, l_max):
+            out[b] = out[b] + f * _polynomial(s, terms)
+    return torch.stack(out)
+
+
+def legendre_check(l_max: int) -> float:
+    """Largest deviation of Σ_b C_b Y_b(u) Y_b(v) from (2l+1)/(4π) P_l(u·v) over fixed vectors; for tests."""
+    axis = torch.tensor([-0.9, -0.3, 0.2, 0.7], dtype=torch.float64)
+    vectors = torch.tensor(list(product(axis.tolist(), repeat=3)), dtype=torch.float64)
+    unit = (vectors / vectors.norm(dim=1, keepdim=True)).T
+    y = harmonics.harmonics(unit, l_max)
+    c = torch.tensor(harmonics.weights(l_max), dtype=torch.float64)
+    cosine = unit.T @ unit
+    worst = 0.0
+    for l in range(1, l_max + 1):
+        block = slice(l * l - 1, (l + 1) ** 2 - 1)
+        found = torch.einsum("b,bi,bj->ij", c[block], y[block], y[block])
+        wanted = (2 * l + 1) / (4 * torch.pi) * torch.special.legendre_polynomial_p(cosine, l)
+        worst = max(worst, float((found - wanted).abs().max()))
+    return worst
