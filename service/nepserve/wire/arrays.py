@@ -1,0 +1,131 @@
+"""The structure-of-arrays form that the binary formats share: arrays checked against the announced counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nepcore.structures import Structures
+
+from .request import WireError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .request import Limits
+
+FIELDS = ("n_atoms", "numbers", "positions", "cell", "pbc", "temperature")
+"""Arrays of a block, by name."""
+
+
+def check_count(counts: NDArray[np.integer[Any]], limits: Limits) -> int:
+    """Atoms that ``n_atoms`` announces, within the limits.
+
+    Raises:
+        WireError: ``bad_value`` for a negative count, ``too_many_structures``, ``too_large``.
+    """
+    if len(counts) > limits.max_structures:
+        raise too_many_structures(len(counts), limits)
+    if len(counts) and int(counts.min()) < 0:
+        i = int(counts.argmin())
+        raise WireError(
+            None, "bad_value", f"n_atoms of structure {i + 1} is {counts[i]}; it must not be negative",
+            field="n_atoms", structure=i,
+        )  # fmt: skip
+    total = int(counts.sum(dtype=np.int64))
+    if total > limits.max_atoms:
+        raise too_many_atoms(total, limits)
+    return total
+
+
+def too_many_structures(found: int, limits: Limits) -> WireError:
+    """Refusal of a request that carries too many structures."""
+    return WireError(
+        None, "too_many_structures", f"{found:,} structures; one request may carry {limits.max_structures:,}",
+        max_structures=limits.max_structures,
+    )  # fmt: skip
+
+
+def too_many_atoms(found: int, limits: Limits) -> WireError:
+    """Refusal of a request that carries too many atoms."""
+    return WireError(
+        None, "too_large", f"{found:,} atoms; one request may carry {limits.max_atoms:,}", max_atoms=limits.max_atoms
+    )
+
+
+def assemble(
+    counts: NDArray[np.integer[Any]] | None,
+    numbers: NDArray[np.uint8],
+    positions: NDArray[np.floating[Any]],
+    cell: NDArray[np.floating[Any]] | None,
+    pbc: NDArray[np.uint8] | None,
+    temperature: NDArray[np.floating[Any]] | None,
+    limits: Limits,
+) -> tuple[Structures, NDArray[np.bool_] | None]:
+    """Pack arrays of any shape but of the right size; views stay views where the types allow it.
+
+    Args:
+        counts: Atoms per structure, (B,); None for one structure of all the atoms there are.
+        numbers: Atomic numbers, N of them.
+        positions: 3 N numbers, Å, row after row.
+        cell: 9 B numbers, Å, row after row; None if there are only molecules.
+        pbc: 3 B flags, 0 or 1; None for periodic where a cell is given (not all zero).
+        temperature: B numbers, K, NaN where there is none.
+        limits: How much is taken.
+
+    Returns:
+        The block, and the structures whose periodicity was assumed, (B,) bool; None if none was.
+
+    Raises:
+        WireError: ``bad_shape`` saying which array has how many entries and how many were announced.
+    """
+    if counts is None:
+        total = numbers.size
+        if total > limits.max_atoms:
+            raise too_many_atoms(total, limits)
+        counts = np.array([total], np.int64)
+    else:
+        total = check_count(counts, limits)
+        counts = counts.astype(np.int64)
+        _check_size("numbers", numbers.size, total, "n_atoms announces {n} atoms")
+    B = len(counts)
+    _check_size("positions", positions.size, 3 * total, f"there are {total} atoms, shape ({total}, 3)")
+    if cell is None:
+        box = np.zeros((B, 3, 3))
+    else:
+        _check_size("cell", cell.size, 9 * B, f"there are {B} structures, shape ({B}, 3, 3)")
+        box = cell.reshape(B, 3, 3).astype(np.float64, copy=False)
+    assumed = None
+    if pbc is None:
+        periodic = np.repeat((box != 0).any(axis=(1, 2))[:, None], 3, axis=1)
+        assumed = np.ones(B, bool)
+    else:
+        _check_size("pbc", pbc.size, 3 * B, f"there are {B} structures, shape ({B}, 3)")
+        if pbc.size and int(pbc.max()) > 1:
+            at = int(np.flatnonzero(pbc.reshape(-1) > 1)[0])
+            raise WireError(
+                None, "bad_value", f"pbc of structure {at // 3 + 1} has the entry {pbc.reshape(-1)[at]}; wanted 0 or 1",
+                field="pbc", structure=at // 3,
+            )  # fmt: skip
+        periodic = pbc.view(np.bool_).reshape(B, 3)
+    if temperature is None:
+        heat = np.full(B, np.nan)
+    else:
+        _check_size("temperature", temperature.size, B, f"there are {B} structures")
+        heat = temperature.reshape(B).astype(np.float64, copy=False)
+    block = Structures(
+        counts,
+        numbers.reshape(total),
+        positions.reshape(total, 3).astype(np.float64, copy=False),
+        box,
+        periodic,
+        heat,
+    )
+    return block, assumed
+
+
+def _check_size(name: str, found: int, wanted: int, reason: str) -> None:
+    if found != wanted:
+        reason = reason.format(n=wanted)
+        raise WireError(None, "bad_shape", f"{name} has {found} entries; wanted {wanted}: {reason}", field=name)
