@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -141,12 +142,12 @@ def settle(request: Request, predictions: Predictions, model: str | None = None)
 
 def _all_finite(values: dict[str, NDArray[Any]]) -> bool:
     """Whether every number is finite; a sum that is not finite may be a mere overflow and reads as no."""
+    total = 0.0
     with np.errstate(all="ignore"):
+        # One pass each without a temporary: NaN and infinity survive every sum.
         for array in values.values():
-            # One pass without a temporary: NaN and infinity survive a sum.
-            if not np.isfinite(array.sum()):
-                return False
-    return True
+            total += float(array[0]) if array.shape == (1,) else float(np.add.reduce(array, axis=None))
+    return math.isfinite(total)
 
 
 def _with_non_finite(
