@@ -110,9 +110,14 @@ def fold(
         return positions.copy()
     counts = np.diff(offsets)
     system = np.repeat(np.arange(len(counts)), counts)
-    fractional = np.einsum("ni,nij->nj", positions, np.linalg.inv(cells)[system])
+    fractional = _rows_times(positions, np.linalg.inv(cells)[system])
     lowest = np.minimum.reduceat(fractional, offsets[:-1][counts > 0], axis=0)
     start = np.zeros((len(counts), 3))
     start[counts > 0] = lowest
     moved = np.where(pbc[system], np.floor(fractional), start[system])
-    return positions - np.einsum("ni,nij->nj", moved, cells[system])
+    return positions - _rows_times(moved, cells[system])
+
+
+def _rows_times(rows: NDArray[np.float64], matrices: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Row vectors times their own matrices, in one order of summation whatever the number of rows."""
+    return rows[:, 0, None] * matrices[:, 0] + rows[:, 1, None] * matrices[:, 1] + rows[:, 2, None] * matrices[:, 2]

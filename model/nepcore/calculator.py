@@ -125,9 +125,9 @@ def _pack(structures: object) -> Structures:
     if isinstance(structures, Structures):
         return structures
     if isinstance(structures, (str, Path)):
-        from .files import xyz
+        from .files.xyz import read
 
-        return xyz.read(structures).structures
+        return read(structures).structures
     if isinstance(structures, Structure) or hasattr(structures, "get_positions"):
         return Structures.pack([structures])  # type: ignore[list-item]
     if isinstance(structures, Sequence):
@@ -150,7 +150,7 @@ def _scatter(
         values[name] = full
     errors = dict(problems)
     errors.update({int(good[i]): e for i, e in part.errors.items()})
-    return Predictions(structures.counts, values, structures.pbc.all(axis=1), errors)
+    return Predictions(structures.counts, values, structures.fully_periodic, errors)
 
 
 def _checked(predictions: Predictions) -> Predictions:
@@ -162,6 +162,7 @@ def _checked(predictions: Predictions) -> Predictions:
         finite = np.isfinite(array.reshape(len(array), -1)).all(axis=1) if len(array) else np.ones(0, bool)
         if name == "stress":
             finite |= ~predictions.stress_known
+        atoms: tuple[int, ...]
         for row in np.flatnonzero(~finite).tolist():
             if name in PER_ATOM:
                 if system is None:

@@ -74,7 +74,7 @@ class Bins:
         inverse = np.linalg.inv(batch.cells) if B else np.zeros((0, 3, 3))
         height = 1.0 / np.linalg.norm(inverse, axis=1)  # (B, 3): columns of the inverse are normals / height
         cells = torch.from_numpy(batch.cells).to(device)
-        fractional = torch.einsum("ni,nij->nj", batch.positions, torch.from_numpy(inverse).to(device)[batch.structure])
+        fractional = rows_times(batch.positions, torch.from_numpy(inverse).to(device)[batch.structure])
         # Extent in a non-periodic direction; a periodic one spans its cell.
         top = torch.zeros((B, 3), dtype=torch.float64, device=device)
         top.scatter_reduce_(0, batch.structure[:, None].expand(-1, 3), fractional, "amax")
@@ -173,7 +173,7 @@ class Bins:
         ends = torch.cumsum(count, 0)
         j = self.order[torch.arange(len(entry), device=i.device) + (begin - ends + count)[entry]]
         vector = self.batch.positions[j] + origin[entry]
-        square = (vector * vector).sum(dim=1)
+        square = squared_norm(vector)
         centre = i[entry]
         near = (square < self.cutoff**2) & ~(home[entry] & (j == centre + start))
         kept = torch.nonzero(near).squeeze(1)
@@ -187,3 +187,17 @@ class Bins:
 def _flat(coordinates: Tensor, shape: Tensor) -> Tensor:
     """Row-major number of bin coordinates, (..., 3) → (...)."""
     return (coordinates[..., 0] * shape[..., 1] + coordinates[..., 1]) * shape[..., 2] + coordinates[..., 2]
+
+
+def rows_times(rows: Tensor, matrices: Tensor) -> Tensor:
+    """Row vectors times their own matrices, (P, 3) and (P, 3, 3) → (P, 3).
+
+    Written out: a reduction's order of summation, and so its last bit, may depend on the number of rows.
+    """
+    return rows[:, 0, None] * matrices[:, 0] + rows[:, 1, None] * matrices[:, 1] + rows[:, 2, None] * matrices[:, 2]
+
+
+def squared_norm(vectors: Tensor) -> Tensor:
+    """|v|² of (P, 3), written out for the same reason."""
+    x, y, z = vectors.unbind(dim=1)
+    return x * x + y * y + z * z

@@ -311,6 +311,11 @@ class Structures:
         )  # fmt: skip
 
     @cached_property
+    def fully_periodic(self) -> NDArray[np.bool_]:
+        """Whether all three directions are periodic, (B,): only then is there a volume, and a stress."""
+        return np.asarray(self.pbc.all(axis=1), dtype=bool)
+
+    @cached_property
     def volumes(self) -> NDArray[np.float64]:
         """|det(cell)|, Å³, (B,); zero where vectors are missing."""
         return np.abs(np.linalg.det(self.cells)) if len(self) else np.zeros(0)

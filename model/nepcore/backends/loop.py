@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nepcore.physics.network import padded_rows
+from nepcore.physics.products import times_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,13 +16,12 @@ def contract(coefficients: Tensor, basis: Tensor, centre: Tensor, neighbor: Tens
     """See :class:`nepcore.backends.protocol.Contraction`."""
     n, _, T, _ = coefficients.shape
     if T == 1:
-        return coefficients[:, :, 0, 0] @ basis
+        return times_columns(coefficients[:, :, 0, 0], basis)
     out = basis.new_zeros((basis.shape[0], n, basis.shape[2]))
     pair = centre * T + neighbor
     for number in range(T * T):
         index = torch.nonzero(pair == number).squeeze(1)
         if len(index):
-            index = padded_rows(index)
-            part = coefficients[:, :, number // T, number % T] @ basis.index_select(2, index)
+            part = times_columns(coefficients[:, :, number // T, number % T], basis.index_select(2, index))
             out = out.index_copy(2, index, part)
     return out

@@ -16,7 +16,7 @@ import torch
 from nepcore.batch import Batch
 from nepcore.errors import StructureError
 from nepcore.neighbors import Bins, Pairs
-from nepcore.physics import harmonics, invariants, network, zbl
+from nepcore.physics import harmonics, invariants, network, products, zbl
 from nepcore.physics.basis import radial_basis
 from nepcore.structures import Predictions
 
@@ -102,7 +102,6 @@ class _PresentTypes:
     """Tables cut down to the types that occur: a model of 89 elements meets a handful of them at a time."""
 
     remap: Tensor  # (T,) → index among the present ones
-    present: list[int]
     c_radial: Tensor
     c_angular: Tensor
     cutoff_radial: Tensor
@@ -115,7 +114,6 @@ class _PresentTypes:
         both = (present[:, None], present[None, :])
         return cls(
             remap,
-            present.tolist(),
             nep.c_radial[:, :, both[0], both[1]],
             nep.c_angular[:, :, both[0], both[1]],
             nep.cutoff_radial[both],
@@ -199,12 +197,12 @@ def _evaluate(nep: NEP, view: _PresentTypes, batch: Batch, pairs: Pairs, contrac
             heat = batch.temperatures[batch.structure[pairs.start + centres]].to(dtype)
             q = torch.cat([q, heat[:, None]], dim=1)
         q = q * nep.q_scaler
-        energy, slope = _site_energies(nep, view, q, types[centres], local[centres])
+        energy, slope = _site_energies(nep, q, types[centres])
         energies[centres] = energy
         descriptors[centres] = q
         slope = slope * nep.q_scaler
         f_r, f_a = slope[:, : nep.n_radial], slope[:, nep.n_radial : nep.n_radial + q_a.shape[1]]
-        along = torch.bmm(f_r[:, None, :], g_r.permute(1, 0, 2)).reshape(-1)  # (rows · width,)
+        along = products.sum_over_components(f_r.T[:, :, None], g_r).reshape(-1)  # (rows · width,)
         gradient[radial.held] = along[radial.used, None] * unit[:, radial.held].T
         push = _angular_gradient(nep, f_a, g_a, y, s, unit, r, near, angular)  # (3, rows · width)
         target = near[angular.held]
@@ -220,7 +218,7 @@ def _radial(
     """Radial descriptors (rows, n) and derivatives g' (n, rows, width)."""
     p = slots.pair
     basis = radial_basis(r[p], cut[p].to(r.dtype), nep.c_radial.shape[1])
-    g = contract(view.c_radial, basis, ti[p], tj[p]).reshape(2, nep.n_radial, slots.rows, slots.width)
+    g = contract(view.c_radial, basis, ti[p], tj[p]).reshape(2, nep.n_radial, slots.rows, slots.width).contiguous()
     return g[0].sum(dim=2).T, g[1]
 
 
@@ -228,13 +226,12 @@ def _angular(
     nep: NEP, view: _PresentTypes, r: Tensor, cut: Tensor, ti: Tensor, tj: Tensor, unit: Tensor, near: Tensor,
     slots: _Slots, contract: Contraction,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Angular descriptors (rows, n_blocks · n), g and g' (2, n, rows, width), Y (b, rows, width), sums s (b, rows, n)."""
+    """Angular descriptors (rows, blocks · n), g and g' (2, n, rows, width), Y (b, rows, width), s (b, rows, n)."""
     p = near[slots.pair]
     basis = radial_basis(r[p], cut[p].to(r.dtype), nep.c_angular.shape[1])
-    g = contract(view.c_angular, basis, ti[p], tj[p]).reshape(2, nep.n_angular, slots.rows, slots.width)
+    g = contract(view.c_angular, basis, ti[p], tj[p]).reshape(2, nep.n_angular, slots.rows, slots.width).contiguous()
     y = harmonics.harmonics(unit[:, p], nep.l_max).reshape(harmonics.width(nep.l_max), slots.rows, slots.width)
-    s = torch.bmm(g[0].permute(1, 0, 2), y.permute(1, 2, 0))  # (rows, n, b)
-    s = s.permute(2, 0, 1).contiguous()
+    s = products.sum_over_neighbors(g[0], y).contiguous()
     q = invariants.invariants(s, nep.l_max, nep.switches)  # (blocks, rows, n)
     return q.permute(1, 0, 2).reshape(slots.rows, -1), g, y, s
 
@@ -246,35 +243,23 @@ def _angular_gradient(
     rows, width = slots.rows, slots.width
     slope = slope.reshape(rows, -1, nep.n_angular).permute(1, 0, 2)  # (blocks, rows, n)
     ds = invariants.gradient(s, slope, nep.l_max, nep.switches)  # (b, rows, n)
-    ds = ds.permute(1, 0, 2)  # (rows, b, n)
-    by_y = torch.bmm(ds, g[0].permute(1, 0, 2))  # (rows, b, width): ∂U/∂Y_b
-    by_r = torch.bmm(ds, g[1].permute(1, 0, 2))
     p = near[slots.pair]
     u, distance = unit[:, p].reshape(3, rows, width), r[p].reshape(rows, width)
-    along = (by_r * y.permute(1, 0, 2)).sum(dim=1)  # (rows, width)
-    turn = harmonics.contracted_gradient(u, by_y.permute(1, 0, 2), nep.l_max)
-    radial_part = (turn * u).sum(dim=0)
+    along = products.sum_over_components(products.sum_over_functions(ds, g[1]), y)  # (rows, width)
+    by_y = products.sum_over_functions(ds, g[0])  # (b, rows, width): ∂U/∂Y_b
+    turn = harmonics.contracted_gradient(u, by_y, nep.l_max)
+    radial_part = products.sum_over_components(turn, u)
     return (along * u + (turn - radial_part * u) / distance).reshape(3, -1)
 
 
-def _site_energies(nep: NEP, view: _PresentTypes, q: Tensor, types: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+def _site_energies(nep: NEP, q: Tensor, types: Tensor) -> tuple[Tensor, Tensor]:
     """Site energies (rows,) and their derivatives by the network's inputs (rows, D)."""
-    energy = q.new_zeros(len(q))
-    slope = torch.zeros_like(q)
-    networks = [(0, None)] if nep.version == 3 or len(view.present) == 1 else list(enumerate(view.present))
-    for index, number in networks:
-        chosen = torch.arange(len(q), device=q.device) if number is None else torch.nonzero(local == index).squeeze(1)
-        if not len(chosen):
-            continue
-        m = 0 if nep.version == 3 else view.present[index]
-        rows = network.padded_rows(chosen)
-        x = q[rows]
-        if nep.two_layers:
-            u, du = network.two_hidden(x, nep.w0[m], nep.b0[m], nep.w1[m], nep.b1[m], nep.w2[m])
-        else:
-            u, du = network.one_hidden(x, nep.w0[m], nep.b0[m], nep.w1[m])
-        energy[chosen] = u[: len(chosen)]
-        slope[chosen] = du[: len(chosen)]
+    network_of = types if len(nep.w0) > 1 else torch.zeros(1, dtype=torch.int64, device=types.device)
+    w0, b0, w1 = nep.w0[network_of], nep.b0[network_of], nep.w1[network_of]
+    if nep.two_layers:
+        energy, slope = network.two_hidden(q, w0, b0, w1, nep.b1[network_of], nep.w2[network_of])
+    else:
+        energy, slope = network.one_hidden(q, w0, b0, w1)
     return energy - nep.bias - nep.type_bias[types], slope
 
 
@@ -364,12 +349,12 @@ class _Sums:
                 values["virial"] = virial
             if "stress" in self.properties:
                 values["stress"] = stress_of(virial, structures)
-        return Predictions(structures.counts, values, structures.pbc.all(axis=1), self.errors)
+        return Predictions(structures.counts, values, structures.fully_periodic, self.errors)
 
 
 def stress_of(virial: NDArray[np.float64], structures: Structures) -> NDArray[np.float64]:
     """Stress σ = −W/V, eV/Å³, Voigt xx yy zz yz xz xy, (B, 6), of virials (B, 3, 3); NaN without full periodicity."""
-    known = structures.pbc.all(axis=1)
+    known = structures.fully_periodic
     volume = np.where(known, structures.volumes, np.nan)
     symmetric = (virial + virial.transpose(0, 2, 1)) / 2.0
     voigt = symmetric[:, [0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]

@@ -6,44 +6,45 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .products import rows_times
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-ROW_MULTIPLE = 16
-"""Rows of a matrix product are padded to this multiple: the bits of a row then do not depend on how many there are."""
-
-
-def padded_rows(index: Tensor) -> Tensor:
-    """The row indices with the last one repeated up to a multiple of :data:`ROW_MULTIPLE`."""
-    short = -len(index) % ROW_MULTIPLE
-    return torch.cat([index, index[-1:].expand(short)]) if short else index
 
 
 def one_hidden(q: Tensor, w0: Tensor, b0: Tensor, w1: Tensor) -> tuple[Tensor, Tensor]:
     """U = w1·tanh(w0 q − b0), and dU/dq.
 
     Args:
-        q: (rows, D); ``w0``: (H, D); ``b0``, ``w1``: (H,).
+        q: (R, D) inputs. The weights stand for each row, or once for all of them (R or 1 in front).
+        w0: (R, H, D).
+        b0: (R, H).
+        w1: (R, H).
 
     Returns:
-        (rows,) and (rows, D).
+        (R,) and (R, D).
     """
-    h = torch.tanh(q @ w0.T - b0)  # (rows, H)
+    h = torch.tanh(rows_times(q, w0.transpose(1, 2)) - b0)  # (R, H)
     slope = (1.0 - h * h) * w1
-    return (h * w1).sum(dim=1), slope @ w0
+    return (h * w1).sum(dim=1), rows_times(slope, w0)
 
 
 def two_hidden(q: Tensor, w0: Tensor, b0: Tensor, w1: Tensor, b1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
     """U = w2·tanh(w1 tanh(w0 q − b0) − b1), and dU/dq.
 
     Args:
-        q: (rows, D); ``w0``: (H, D); ``b0``: (H,); ``w1``: (H2, H); ``b1``, ``w2``: (H2,).
+        q: (R, D) inputs. The weights stand for each row, or once for all of them (R or 1 in front).
+        w0: (R, H, D).
+        b0: (R, H).
+        w1: (R, H2, H).
+        b1: (R, H2).
+        w2: (R, H2).
 
     Returns:
-        (rows,) and (rows, D).
+        (R,) and (R, D).
     """
-    h = torch.tanh(q @ w0.T - b0)  # (rows, H)
-    h2 = torch.tanh(h @ w1.T - b1)  # (rows, H2)
+    h = torch.tanh(rows_times(q, w0.transpose(1, 2)) - b0)  # (R, H)
+    h2 = torch.tanh(rows_times(h, w1.transpose(1, 2)) - b1)  # (R, H2)
     slope2 = (1.0 - h2 * h2) * w2
-    slope = (1.0 - h * h) * (slope2 @ w1)
-    return (h2 * w2).sum(dim=1), slope @ w0
+    slope = (1.0 - h * h) * rows_times(slope2, w1)
+    return (h2 * w2).sum(dim=1), rows_times(slope, w0)
