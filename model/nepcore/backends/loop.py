@@ -14,14 +14,19 @@ if TYPE_CHECKING:
 
 def contract(coefficients: Tensor, basis: Tensor, centre: Tensor, neighbor: Tensor) -> Tensor:
     """See :class:`nepcore.backends.protocol.Contraction`."""
-    n, _, T, _ = coefficients.shape
+    T = coefficients.shape[2]
     if T == 1:
         return times_columns(coefficients[:, :, 0, 0], basis)
-    out = basis.new_zeros((basis.shape[0], n, basis.shape[2]))
-    pair = centre * T + neighbor
-    for number in range(T * T):
-        index = torch.nonzero(pair == number).squeeze(1)
-        if len(index):
-            part = times_columns(coefficients[:, :, number // T, number % T], basis.index_select(2, index))
-            out = out.index_copy(2, index, part)
-    return out
+    pair, order = torch.sort(centre * T + neighbor, stable=True)
+    basis = basis.index_select(2, order)
+    bounds = torch.searchsorted(pair, torch.arange(T * T + 1, device=pair.device)).tolist()
+    parts = [
+        times_columns(coefficients[:, :, number // T, number % T], basis[:, :, start:stop])
+        for number, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+        if stop > start
+    ]
+    if not parts:
+        return basis.new_zeros((basis.shape[0], coefficients.shape[0], 0))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return torch.cat(parts, dim=2).index_select(2, back)
