@@ -138,9 +138,10 @@ def read_model(name: str, path: Path) -> Source:
 
 def demo_model() -> Source:
     """The tiny synthetic model: it shows how the server answers, and its numbers mean nothing."""
-    from nepcore import synthetic
+    from nepcore.synthetic import DEMO_NAME
+    from nepcore.synthetic import demo_model as make
 
-    return Source.from_bytes("demo", "synthetic", nep_txt.dumps(synthetic.demo_model()).encode())
+    return Source.from_bytes(DEMO_NAME, "synthetic", nep_txt.dumps(make()).encode())
 
 
 def locate(path: Path) -> Path:

@@ -60,9 +60,10 @@ class Settings(BaseSettings):
     threads: int | None = Field(None, ge=1, description="Threads of the engine on a CPU; left out, one a core.")
 
     max_body_mb: float = Field(256.0, gt=0, description="Largest request body, after decompression.")
-    max_structures: int = Field(1_000_000, ge=1, description="Most structures in one request.")
-    max_queue_atoms: int = Field(8_000_000, ge=1, description="Atoms that may wait before requests are refused (429).")
-    max_queue_requests: int = Field(10_000, ge=1, description="Requests that may wait before others are refused (429).")
+    max_structures: int = Field(100_000, ge=1, description="Most structures in one request.")
+    max_atoms: int = Field(4_000_000, ge=1, description="Most atoms in one request.")
+    max_queue_atoms: int = Field(20_000_000, ge=1, description="Atoms that may wait before requests are refused (429).")
+    max_queue_requests: int = Field(4096, ge=1, description="Requests that may wait before others are refused (429).")
     max_batch_ms: float | None = Field(
         None, gt=0, description="Device time of one batch; left out, 20 on a GPU and 100 on a CPU."
     )

@@ -45,7 +45,7 @@ class Keys:
         return [key.name for key in self._keys]
 
     def match(self, authorization: bytes | None) -> Key | None:
-        """The key of an ``Authorization`` header. Every key is compared, in constant time, so that time tells nothing."""
+        """The key of an ``Authorization`` header; every key is compared, in constant time, for time to tell nothing."""
         scheme, _, secret = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer":
             return None

@@ -7,10 +7,13 @@ Nothing here sets a timer per request: :func:`sweep`, called about once a second
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nepserve.wire.problem import CONTENT_TYPE, problem
 
 if TYPE_CHECKING:
     import asyncio
@@ -108,9 +111,9 @@ class Connection(HttpToolsProtocol):
         """Write a problem and close, without the application."""
         if self.transport.is_closing():
             return
-        body = orjson.dumps({"type": "about:blank", "title": code, "status": status, "code": code, "detail": detail})
+        body = orjson.dumps(problem(status, code, None, detail))
         head = (
-            f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: application/problem+json\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {CONTENT_TYPE}\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
@@ -128,13 +131,6 @@ class Connection(HttpToolsProtocol):
         if self.in_head or self.cycle is None:
             return age > HEAD_SECONDS
         return self.cycle.response_complete and self.in_body and age > LINGER_SECONDS
-
-
-_PHRASES = {
-    400: "Bad Request",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 
 
 def sweep(connections: Iterable[Any], now: float) -> int:

@@ -6,6 +6,8 @@ import asyncio
 import zlib
 from typing import TYPE_CHECKING
 
+from nepserve.wire.request import WireError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -13,16 +15,6 @@ if TYPE_CHECKING:
 
 MIN_RATE = 1e6
 """Bytes per second that earn a slow sender more time."""
-
-
-class BodyError(Exception):
-    """A body that is not taken: ``status`` and ``code`` of the answer, ``detail`` for people."""
-
-    def __init__(self, status: int, code: str, detail: str) -> None:
-        self.status = status
-        self.code = code
-        self.detail = detail
-        super().__init__(detail)
 
 
 class ClientGone(Exception):  # noqa: N818 (nobody is told: there is no one left to tell)
@@ -45,16 +37,19 @@ class Bodies:
         """The whole body, decompressed.
 
         Raises:
-            BodyError: 413 too large, 408 too slow, 415 unknown encoding, 400 not what its encoding says.
+            WireError: 413 too large, 408 too slow, 415 unknown encoding, 400 not what its encoding says.
             ClientGone: The connection broke.
         """
         announced = headers.get(b"content-length")
         if announced is not None and (not announced.isdigit() or int(announced) > self.limit):
-            raise self._too_large()
+            raise too_large(self.limit)
         encoding = headers.get(b"content-encoding", b"identity").strip().lower()
         if encoding not in {b"identity", b"gzip", b""}:
-            raise BodyError(
-                415, "unsupported_encoding", f"Content-Encoding {encoding.decode('latin-1')!r}; wanted gzip or none."
+            raise WireError(
+                None,
+                "unsupported_media_type",
+                f"Content-Encoding {encoding.decode('latin-1')!r} is not spoken here; wanted gzip or none",
+                types=["gzip", "identity"],
             )
         body = await self._receive(receive)
         return await asyncio.to_thread(gunzip, body, self.limit) if encoding == b"gzip" else body
@@ -72,7 +67,7 @@ class Bodies:
                 chunk = message.get("body", b"")
                 size += len(chunk)
                 if size > self.limit:
-                    raise self._too_large()
+                    raise too_large(self.limit)
                 if not message.get("more_body", False):
                     if not chunks:
                         return chunk
@@ -93,16 +88,23 @@ class Bodies:
         """End what is overdue at the event loop's time ``now``; returns how many."""
         late = [entry for entry in self._reading if entry.deadline < now and entry.reason is None]
         for entry in late:
-            entry.end(BodyError(408, "body_timeout", f"The body did not arrive within {self.timeout:g} s."))
+            entry.end(WireError(None, "request_timeout", f"the body did not arrive within {self.timeout:g} s"))
         return len(late)
 
-    def cut(self, reason: BodyError) -> None:
+    def cut(self, reason: WireError) -> None:
         """End them all."""
         for entry in list(self._reading):
             entry.end(reason)
 
-    def _too_large(self) -> BodyError:
-        return BodyError(413, "body_too_large", f"The body is larger than {self.limit} bytes, the most taken here.")
+
+def too_large(limit: int) -> WireError:
+    """Refusal of a body over the limit."""
+    return WireError(
+        None,
+        "body_too_large",
+        f"the body is larger than {limit:,} bytes, the most that is taken here (after decompression, if any)",
+        max_bytes=limit,
+    )
 
 
 class _Body:
@@ -113,9 +115,9 @@ class _Body:
     def __init__(self, task: asyncio.Task[object] | None, deadline: float) -> None:
         self.task = task
         self.deadline = deadline
-        self.reason: BodyError | None = None
+        self.reason: WireError | None = None
 
-    def end(self, reason: BodyError) -> None:
+    def end(self, reason: WireError) -> None:
         self.reason = reason
         if self.task is not None:
             self.task.cancel()
@@ -125,7 +127,7 @@ def gunzip(data: bytes, limit: int) -> bytes:
     """Decompress; never holds more than ``limit`` bytes of the result.
 
     Raises:
-        BodyError: 413 if more would come out, 400 if it is not gzip or ends early.
+        WireError: 413 if more would come out, 400 if it is not gzip or ends early.
     """
     parts: list[bytes] = []
     left = limit
@@ -134,12 +136,12 @@ def gunzip(data: bytes, limit: int) -> bytes:
         try:
             part = member.decompress(data, left + 1)
         except zlib.error as error:
-            raise BodyError(400, "bad_encoding", f"The body is not gzip: {error}.") from None
+            raise WireError(None, "bad_encoding", f"the body is not gzip: {error}") from None
         left -= len(part)
         if left < 0:
-            raise BodyError(413, "body_too_large", f"Decompressed, the body is larger than {limit} bytes.")
+            raise too_large(limit)
         if not member.eof:
-            raise BodyError(400, "bad_encoding", "The gzip body ends early.")
+            raise WireError(None, "bad_encoding", "the gzip body ends early")
         parts.append(part)
         data = member.unused_data
     return b"".join(parts)

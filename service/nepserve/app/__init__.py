@@ -1,0 +1,1 @@
+"""The HTTP front: routes, problem documents, keys, limits, metrics, health. Imports no torch."""

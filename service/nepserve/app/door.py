@@ -1,0 +1,159 @@
+"""The outermost part of the application: request ids, keys, metrics and logs, and errors as problem documents.
+
+It lets ``/v1/evaluate`` pass straight to its endpoint, which reads and writes bytes itself, and everything else to
+FastAPI. It is plain ASGI because it is on the way of every force call.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from nepserve.wire.request import WireError
+
+from . import problems
+from .limits import ClientGone
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from .auth import Key
+    from .evaluate import Evaluate
+    from .service import Service
+
+log = logging.getLogger("nepserve.access")
+
+EVALUATE = "/v1/evaluate"
+OPEN = frozenset({
+    "/", "/healthz", "/readyz", "/v1/health/live", "/v1/health/ready", "/v2/health/live", "/v2/health/ready",
+    "/docs", "/openapi.json", "/favicon.ico",
+})  # fmt: skip
+"""Addresses that need no key: probes have none to give, and the pages say nothing about this server's work."""
+
+_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class Call:
+    """One request: who asks, what was said in its headers, and what is noted for metrics and logs."""
+
+    __slots__ = ("client", "headers", "id", "key", "method", "model", "note", "path", "route", "started", "status")
+
+    def __init__(self, scope: Scope) -> None:
+        self.started = time.perf_counter()
+        self.headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        given = self.headers.get(b"x-request-id")
+        self.id = given.decode() if given is not None and _ID.fullmatch(given) else secrets.token_hex(8)
+        address = scope.get("client")
+        self.client: str = address[0] if address else "local"
+        self.key: Key | None = None
+        self.model = ""
+        self.route = ""
+        self.status = 0
+        self.note = ""
+
+
+class Door:
+    """The ASGI application of a server."""
+
+    def __init__(self, service: Service, evaluate: Evaluate, api: ASGIApp) -> None:
+        self.service = service
+        self.evaluate = evaluate
+        self.api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.api(scope, receive, send)
+            return
+        call = Call(scope)
+        try:
+            self._admit(call)
+            if call.path == EVALUATE:
+                call.route = EVALUATE
+                status, headers, body = await self.evaluate.answer(call, receive, scope["query_string"])
+                await self._send(call, send, status, headers, body)
+            else:
+                await self._through_api(call, scope, receive, send)
+        except ClientGone:
+            call.status, call.note = 499, "the client went away"
+            self.service.metrics.abandoned.inc()
+        except Exception as error:
+            wire_error = problems.as_wire_error(error)
+            if wire_error is None:
+                log.exception("request %s failed: %s", call.id, error, extra={"request_id": call.id})
+                wire_error = WireError(
+                    None, "internal", "the server made a mistake; its log has more under the request id"
+                )
+            call.note = wire_error.code
+            if call.status == 0:
+                if wire_error.status in _SHED:
+                    self.service.metrics.shed.labels(wire_error.code).inc()
+                await self._send(call, send, *problems.answer(wire_error, call.id))
+        finally:
+            self._note(call)
+
+    def _admit(self, call: Call) -> None:
+        """Check the key.
+
+        Raises:
+            WireError: 401 without a known key.
+        """
+        keys = self.service.keys
+        if not len(keys):
+            return
+        call.key = keys.match(call.headers.get(b"authorization"))
+        if call.key is not None:
+            call.client = call.key.name
+        elif call.path not in OPEN and not call.path.startswith("/docs/"):
+            given = b"authorization" in call.headers
+            raise WireError(
+                None,
+                "unauthorized",
+                "this key is not known here"
+                if given
+                else "a key is needed: send it in the header 'Authorization: Bearer KEY'",
+            )
+
+    async def _through_api(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", call.id.encode())]
+            await send(message)
+
+        scope["nepserve.call"] = call
+        await self.api(scope, receive, noting)
+        route = scope.get("route")
+        # The pattern of a route, not the path: metrics must not have a series for each path a stranger thinks of.
+        call.route = getattr(route, "path", "other")
+
+    async def _send(self, call: Call, send: Send, status: int, headers: problems.Headers, body: bytes) -> None:
+        call.status = status
+        headers.append((b"x-request-id", call.id.encode()))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _note(self, call: Call) -> None:
+        seconds = time.perf_counter() - call.started
+        route = call.route or "other"
+        self.service.metrics.answered(call.model, route, call.status, seconds)
+        if self.service.settings.access_log:
+            log.info(
+                "%s %s %s %d %.2f ms%s", call.client, call.method, call.path, call.status, 1000 * seconds,
+                f" {call.note}" if call.note else "",
+                extra={
+                    "request_id": call.id, "client": call.client, "method": call.method, "path": call.path,
+                    "status": call.status, "ms": round(1000 * seconds, 3), "model": call.model or None,
+                },
+            )  # fmt: skip
+
+
+_SHED = frozenset({429, 503, 504})

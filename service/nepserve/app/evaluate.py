@@ -1,0 +1,246 @@
+"""``POST /v1/evaluate``: bytes in, one packed block through the queue and the engine, bytes out.
+
+It is written for the force call of a running simulation: no body model, no dependency, no timer and no task of its
+own unless the request is large or has to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
+
+import numpy as np
+
+from nepserve import wire
+from nepserve.wire.request import WireError
+
+from .limits import ClientGone
+from .results import scatter
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping
+    from typing import TypeVar
+
+    from starlette.types import Receive
+
+    from nepcore.errors import StructureError
+    from nepcore.structures import Predictions
+    from nepserve.dispatch import Answer
+    from nepserve.models import Version
+    from nepserve.scheduler import Priority
+
+    from .door import Call
+    from .problems import Headers
+    from .service import Service
+
+    T = TypeVar("T")
+
+LARGE_BODY = 256 * 1024
+LARGE_BLOCK = 20_000
+"""Bodies, and blocks of atoms, from which on decoding and encoding leave the event loop to others."""
+
+PATIENCE = 0.05
+"""Seconds a request may wait before somebody looks whether its client is still there."""
+
+
+class Evaluate:
+    """The endpoint."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def answer(self, call: Call, receive: Receive, query_string: bytes) -> tuple[int, Headers, bytes]:
+        """Status, headers and body of the answer.
+
+        Raises:
+            WireError, UnknownModelError, ModelNotGivenError: The request cannot be answered.
+            ClientGone: Nobody waits for the answer.
+        """
+        service = self.service
+        headers = call.headers
+        if call.method != "POST":
+            raise WireError(None, "method_not_allowed", f"{call.method} is not for this address", allow=["POST"])
+        service.refuse_unless_serving()
+        accept = headers.get(b"accept", b"*/*").decode("latin-1")
+        content_type = headers.get(b"content-type", b"").decode("latin-1")
+        priority, timeout = _priority(headers), _timeout(headers, service.settings.request_timeout)
+        query = _query(query_string)
+        wire.negotiate(accept, content_type)
+        body = await service.bodies.read(receive, headers)
+        service.in_flight += 1
+        try:
+            return await self._evaluated(call, receive, body, content_type, accept, query, priority, timeout)
+        finally:
+            service.in_flight -= 1
+
+    async def _evaluated(
+        self,
+        call: Call,
+        receive: Receive,
+        body: bytes,
+        content_type: str,
+        accept: str,
+        query: dict[str, str],
+        priority: Priority,
+        timeout: float,
+    ) -> tuple[int, Headers, bytes]:
+        service = self.service
+        service.refuse_unless_serving()
+        large = len(body) > LARGE_BODY
+        if large:
+            request = await asyncio.to_thread(wire.decode, content_type, body, limits=service.limits, query=query)
+        else:
+            request = wire.decode(content_type, body, limits=service.limits, query=query)
+        del body
+        version = service.registry.get(request.model)
+        call.model = version.name
+        version.acquire()
+        try:
+            if request.errors:
+                request = request.with_elements(version.source.file.elements)
+                request.refuse_single()
+            structures = request.structures
+            errors = (
+                (await asyncio.to_thread(self._errors, version, request)) if large else self._errors(version, request)
+            )
+            if request.single and errors:
+                raise self._refusal(errors[0])
+            answer = None
+            if not errors:
+                work = service.dispatcher.evaluate(
+                    version.key, structures, request.properties, client=call.client, priority=priority, timeout=timeout
+                )
+                answer = await _unless_gone(work, receive)
+                predictions = answer.predictions
+            else:
+                chosen = np.setdiff1d(np.arange(len(structures)), np.fromiter(errors, np.int64, len(errors)))
+                if len(chosen):
+                    work = service.dispatcher.evaluate(
+                        version.key, structures.select(chosen), request.properties,
+                        client=call.client, priority=priority, timeout=timeout,
+                    )  # fmt: skip
+                    answer = await _unless_gone(work, receive)
+                predictions = scatter(
+                    None if answer is None else answer.predictions,
+                    chosen,
+                    structures,
+                    errors,
+                    request.properties,
+                    version.source.file.dim,
+                )
+            self._count(version, predictions, answer)
+            if request.single and predictions.errors:
+                raise self._refusal(predictions.errors[0])
+            if large or structures.n_atoms > LARGE_BLOCK:
+                media_type, out = await asyncio.to_thread(wire.encode, request, predictions, accept, version.name)
+            else:
+                media_type, out = wire.encode(request, predictions, accept, version.name)
+        finally:
+            version.release()
+        answered: Headers = [(b"content-type", media_type.encode()), (b"content-length", b"%d" % len(out))]
+        if answer is not None:
+            answered += _timings(answer)
+        return 200, answered, out
+
+    def _errors(self, version: Version, request: wire.Request) -> Mapping[int, StructureError]:
+        """What is wrong with the structures of a request, by index: with their form, for the model, for the device."""
+        problems = version.admission.problems(request.structures)
+        return {**problems, **request.errors} if request.errors else problems
+
+    def _refusal(self, error: StructureError) -> WireError:
+        refusal = WireError.from_structure(error)
+        if error.code in {"too_large", "out_of_memory"}:
+            refusal.extra["max_atoms"] = self.service.dispatcher.max_atoms
+        return refusal
+
+    def _count(self, version: Version, predictions: Predictions, answer: Answer | None) -> None:
+        metrics = self.service.metrics
+        atoms = len(predictions.counts) and int(predictions.counts.sum())
+        metrics.evaluated(version.name, len(predictions), atoms, None if answer is None else answer.queue_seconds)
+        for error in predictions.errors.values():
+            metrics.failures.labels(version.name, error.code).inc()
+
+
+def _priority(headers: Mapping[bytes, bytes]) -> Priority:
+    given = headers.get(b"x-priority")
+    if given is None or given == b"interactive":
+        return "interactive"
+    if given == b"bulk":
+        return "bulk"
+    raise WireError(
+        None, "bad_header", f"X-Priority is {given.decode('latin-1')!r}; wanted interactive or bulk", field="X-Priority"
+    )
+
+
+def _timeout(headers: Mapping[bytes, bytes], longest: float) -> float:
+    given = headers.get(b"x-request-timeout")
+    if given is None:
+        return longest
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise WireError(
+            None,
+            "bad_header",
+            f"X-Request-Timeout is {given.decode('latin-1')!r}; wanted a number of seconds above 0",
+            field="X-Request-Timeout",
+        )
+    return min(seconds, longest)
+
+
+def _query(query_string: bytes) -> dict[str, str]:
+    if not query_string:
+        return {}
+    return dict(parse_qsl(query_string.decode("latin-1"), keep_blank_values=True, max_num_fields=16))
+
+
+def _timings(answer: Answer) -> Headers:
+    timing = (
+        f"queue;dur={1e3 * answer.queue_seconds:.3f}, pack;dur={1e3 * answer.pack_seconds:.3f}, "
+        f"device;dur={1e3 * answer.device_seconds:.3f}, unpack;dur={1e3 * answer.unpack_seconds:.3f}"
+    )
+    return [(b"server-timing", timing.encode()), (b"x-batch-atoms", b"%d" % answer.batch_atoms)]
+
+
+async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of ``work``, which is cancelled when the client goes away.
+
+    Looking for the client costs a task; a request that is answered at once does not pay for it.
+
+    Raises:
+        ClientGone: It went away.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    watcher: asyncio.Task[None] | None = None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    def begin() -> None:
+        nonlocal watcher
+        watcher = loop.create_task(watch())
+
+    timer = loop.call_later(PATIENCE, begin)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        if hasattr(task, "uncancel"):  # Python 3.11
+            task.uncancel()
+        raise ClientGone from None
+    finally:
+        timer.cancel()
+        if watcher is not None:
+            watcher.cancel()

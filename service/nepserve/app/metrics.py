@@ -1,0 +1,105 @@
+"""Prometheus metrics of a server: names, labels and buckets in one place.
+
+Base units, ``_total`` on counters. Gauges ask for their value when they are read, so that a request pays for counters
+and histograms alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_SECONDS = (
+    0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+_ATOMS = tuple(float(10**k * m) for k in range(7) for m in (1, 3))
+
+
+class Metrics:
+    """The series of one server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._answered: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self._evaluated: dict[str, tuple[Counter, Counter, Histogram, Histogram]] = {}
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self.requests = self._counter("requests", "Requests answered.", "model", "route", "status")
+        self.structures = self._counter("structures", "Structures evaluated.", "model")
+        self.atoms = self._counter("atoms", "Atoms evaluated.", "model")
+        self.failures = self._counter("structure_failures", "Structures that failed.", "model", "code")
+        self.shed = self._counter("shed", "Requests refused before they reached the device.", "reason")
+        self.abandoned = self._counter("abandoned", "Requests whose client went away before the answer.")
+        self.restarts = self._counter("engine_restarts", "Times the engine was started again.", "reason")
+        self.latency = self._histogram("request_latency_seconds", "Time to answer, body included.", _SECONDS, "route")
+        self.queue_time = self._histogram("request_queue_time_seconds", "Wait for the device.", _SECONDS, "model")
+        self.request_atoms = self._histogram("request_atoms", "Atoms of a request.", _ATOMS, "model")
+        self.batches = self._counter("batches", "Batches evaluated.", "model", "device")
+        self.batch_atoms = self._histogram("batch_atoms", "Atoms of a batch.", _ATOMS, "model")
+        self.batch_seconds = self._histogram("batch_device_seconds", "Device time of a batch.", _SECONDS, "model")
+        self.batch_fill = self._histogram(
+            "batch_fill_ratio", "Work of a batch as a share of the most it could be.",
+            (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 1.0), "model",
+        )  # fmt: skip
+        self.oom_splits = self._counter("oom_splits", "Batches split because the device ran out of memory.", "model")
+        self.model_info = Gauge(
+            "nepserve_model_info", "Models served.", ["model", "sha256", "backend", "dtype"], registry=self.registry
+        )
+
+    def answered(self, model: str, route: str, status: int, seconds: float) -> None:
+        """Count an answered request."""
+        key = (model, route, status)
+        series = self._answered.get(key)
+        if series is None:
+            # Finding a child by its labels costs more than counting; there are few of them.
+            series = self._answered[key] = (
+                self.requests.labels(model, route, str(status)),
+                self.latency.labels(route),
+            )
+        series[0].inc()
+        series[1].observe(seconds)
+
+    def evaluated(self, model: str, structures: int, atoms: int, queue_seconds: float | None) -> None:
+        """Count an evaluated request; ``queue_seconds`` is None if nothing of it could be evaluated."""
+        series = self._evaluated.get(model)
+        if series is None:
+            series = self._evaluated[model] = (
+                self.structures.labels(model),
+                self.atoms.labels(model),
+                self.request_atoms.labels(model),
+                self.queue_time.labels(model),
+            )
+        series[0].inc(structures)
+        series[1].inc(atoms)
+        series[2].observe(atoms)
+        if queue_seconds is not None:
+            series[3].observe(queue_seconds)
+
+    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Add a gauge whose value is asked for at each reading."""
+        Gauge(f"nepserve_{name}", text, registry=self.registry).set_function(value)
+
+    def text(self) -> bytes:
+        """All series, as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"nepserve_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"nepserve_{name}", text, labels, buckets=buckets, registry=self.registry)

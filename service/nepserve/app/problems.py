@@ -1,0 +1,65 @@
+"""Every error as a problem document: which exception becomes which code, and the bytes of the answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from nepcore.errors import ModelError, ModelFileError, StructureError
+from nepserve.models import ModelNameError, ModelNotGivenError, UnknownModelError
+from nepserve.wire.problem import CONTENT_TYPE
+from nepserve.wire.request import WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Headers = list[tuple[bytes, bytes]]
+
+_CONTENT_TYPE = (b"content-type", CONTENT_TYPE.encode())
+
+
+KNOWN = (UnknownModelError, ModelNotGivenError, StructureError, ModelFileError, ModelError, ModelNameError)
+"""Exceptions that :func:`as_wire_error` has an answer for, besides its own kind."""
+
+
+def as_wire_error(error: Exception) -> WireError | None:
+    """The answer that an exception stands for; None for one that nobody foresaw."""
+    match error:
+        case WireError():
+            return error
+        case UnknownModelError():
+            return WireError(None, "unknown_model", str(error), field="model", models=list(error.served))
+        case ModelNotGivenError():
+            if not error.served:
+                return WireError(None, "starting", str(error), retry_after=1)
+            return WireError(None, "missing_field", str(error), field="model", models=list(error.served))
+        case StructureError():
+            return WireError.from_structure(error)
+        case ModelFileError() | ModelError():
+            return WireError(None, "bad_model", str(error), line=getattr(error, "line", None))
+        case ModelNameError():
+            return WireError(None, "bad_name", str(error), field="name")
+    return None
+
+
+def answer(error: WireError, request_id: str) -> tuple[int, Headers, bytes]:
+    """Status, headers and body of an error."""
+    document = error.problem(request_id)
+    body = orjson.dumps(document)
+    headers: Headers = [_CONTENT_TYPE, (b"content-length", b"%d" % len(body))]
+    headers += _extra_headers(error, document)
+    return error.status, headers, body
+
+
+def _extra_headers(error: WireError, document: Mapping[str, Any]) -> Headers:
+    headers: Headers = []
+    retry_after = document.get("retry_after")
+    if retry_after is not None:
+        # The header has whole seconds; the document may be finer.
+        headers.append((b"retry-after", b"%d" % max(1, -int(-retry_after // 1))))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b'Bearer realm="nepserve"'))
+    if error.status == 405 and document.get("allow"):
+        headers.append((b"allow", ", ".join(document["allow"]).encode()))
+    return headers

@@ -1,0 +1,301 @@
+"""Keeping an engine alive: start, models, readiness, restart with back-off.
+
+The engine process owns the device and may be lost at any time. This module starts it, loads the models into it,
+evaluates a known answer every so often, and starts another one when it crashed, hung or gave a wrong answer. Who asks
+for work meanwhile is told to ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from nepcore.errors import ModelError, ModelFileError
+
+from .engine import EngineDown, EngineError, EngineLink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from .dispatch import Dispatcher
+    from .models import Registry, Source, Version
+    from .settings import Settings
+
+log = logging.getLogger("nepserve")
+
+FAILURE_WINDOW = 600.0
+"""Seconds in which engine failures are counted."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 20.0
+"""Seconds before an engine is started again: doubled with each failure in the window."""
+
+HEARTBEAT = 2.0
+"""Seconds between two looks at the engine."""
+
+
+class EngineGaveUpError(RuntimeError):
+    """The engine failed too often, or cannot serve what it was asked to; the server ends."""
+
+
+class Supervisor:
+    """Keeps one engine alive.
+
+    Args:
+        settings: Device, backend, threads, bounds.
+        registry: Where loaded models are announced.
+        dispatcher: Who sends work to the engine.
+        loader: Function that loads a model in the engine; see :class:`.engine.EngineLink`.
+        on_restart: Called with the reason when an engine failed.
+
+    Attributes:
+        restarts: Engines that were started again.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        *,
+        loader: str = "nepcore:load",
+        on_restart: Callable[[str], None] = lambda reason: None,  # noqa: ARG005
+    ) -> None:
+        self.settings = settings
+        self.registry = registry
+        self.dispatcher = dispatcher
+        self.restarts = 0
+        self.pulse: dict[str, Any] = {}
+        self._loader = loader
+        self._on_restart = on_restart
+        self._link: EngineLink | None = None
+        self._reason: str | None = "the engine is starting"
+        self._first = True
+        self._progress: dict[str, Any] = {}
+        self._probed = self._heard = -1e9
+        self._failures: deque[float] = deque()
+        self._versions: dict[str, Version] = {}
+        self._waiting: list[Version] = []
+        self._loading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    @property
+    def starting(self) -> bool:
+        """Whether no engine has been ready yet."""
+        return self._first
+
+    @property
+    def unready(self) -> str | None:
+        """Why there should be no traffic, in a sentence; None if all is well."""
+        if self._reason is not None:
+            return self._reason
+        if not len(self.registry):
+            return "no model is served"
+        age = time.monotonic() - self._probed
+        if age > self._stale:
+            return f"the last known answer is {age:.0f} s old"
+        return None
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the engine was last heard of."""
+        return time.monotonic() - self._heard
+
+    @property
+    def _stale(self) -> float:
+        return 3.0 * self.settings.probe_interval + 5.0
+
+    def status(self) -> dict[str, Any]:
+        """State of the engine for people, JSON-able; what is not known is left out."""
+        link = self._link
+        state: dict[str, Any] = {"state": "down" if link is None else link.state, "restarts": self.restarts}
+        if link is not None:
+            state["pid"] = link.pid
+            state.update(link.hardware)
+        if self._progress:
+            state["progress"] = self._progress
+        if self._reason is None:
+            state["heartbeat_age"] = round(self.heartbeat_age, 3)
+            state["known_answer_age"] = round(time.monotonic() - self._probed, 3)
+        state.update({key: self.pulse[key] for key in ("memory", "models") if key in self.pulse})
+        return state
+
+    async def run(self, sources: Sequence[tuple[Source, str]]) -> None:
+        """Serve models, each with its dtype, for as long as the server lives.
+
+        Raises:
+            EngineGaveUpError: A model cannot be served here, or the engine failed too often.
+        """
+        self._waiting = [self.registry.new_version(source, dtype) for source, dtype in sources]
+        self._versions = {version.key: version for version in self._waiting}
+        while not self._stopping:
+            cause = await self._live_once()
+            if self._stopping:
+                return
+            self._reason = f"the engine failed and is being started again: {cause}"
+            self._note_failure(cause)
+            pause = min(FIRST_PAUSE * 2 ** (len(self._failures) - 1), LONGEST_PAUSE)
+            log.warning("%s; it is started again in %.1f s", cause, pause)
+            await asyncio.sleep(pause)
+            self.restarts += 1
+
+    async def serve(self, source: Source, dtype: str) -> Version:
+        """Load a model and, once it is warm, point its name to it; the version it replaces serves until then.
+
+        Raises:
+            ModelFileError, ModelError: The model cannot be served; nothing has changed.
+            EngineDown: There is no engine at present.
+        """
+        async with self._loading:
+            version = self.registry.new_version(source, dtype)
+            if self._link is None or self._reason is not None:
+                raise EngineDown(self._reason or "the engine is starting")
+            await self._load(self._link, version)
+            self._versions[version.key] = version
+            self._announce(version)
+            return version
+
+    async def unserve(self, name: str) -> None:
+        """Take a model away; requests that hold it are answered first.
+
+        Raises:
+            UnknownModelError: There is no such model.
+        """
+        self._spawn(self._retire(self.registry.remove(name)))
+
+    async def stop(self, timeout: float) -> None:
+        """End the engine, which may finish within ``timeout`` seconds what it was asked."""
+        self._stopping = True
+        self._reason = "the server is stopping"
+        for task in list(self._tasks):
+            task.cancel()
+        if self._link is not None:
+            await self._link.stop(timeout)
+        for version in self._versions.values():
+            version.source.copy.close()
+
+    def abort(self) -> None:
+        """End the engine at once."""
+        self._stopping = True
+        if self._link is not None:
+            self._link.kill("the server was aborted")
+
+    async def _live_once(self) -> str:
+        """One life of an engine, from its start to its end; returns what ended it."""
+        settings = self.settings
+        link = self._link = EngineLink(
+            device=settings.device,
+            loader=self._loader,
+            threads=settings.threads,
+            log_level=settings.log_level.upper(),
+            hang_seconds=settings.engine_timeout,
+        )
+        try:
+            await link.start()
+            async with self._loading:
+                for version in list(self._versions.values()):
+                    await self._load(link, version)
+            self.dispatcher.attach(link)
+            self._heard = self._probed = time.monotonic()
+            self._reason = None
+            self._progress = {}
+            for version in self._waiting:
+                self._announce(version)
+            self._waiting = []
+            self._first = False
+            log.info("ready: %s", ", ".join(v.name for v in self.registry.versions))
+            await self._watch(link)
+        except EngineDown as error:
+            cause = error.reason
+        except EngineError as error:
+            cause = str(error)
+        except (ModelFileError, ModelError) as error:
+            # At the first start nothing is served yet, and the same model would fail again.
+            if self._first:
+                link.kill("a model cannot be served")
+                raise EngineGaveUpError(str(error)) from error
+            cause = str(error)
+        else:
+            cause = "the engine ended"
+        finally:
+            self.dispatcher.detach()
+        link.kill(cause)
+        if link.pid is not None:
+            await link.exited.wait()
+        return cause
+
+    async def _watch(self, link: EngineLink) -> None:
+        """Look after the engine until it ends.
+
+        Raises:
+            EngineDown: It ended or hangs.
+            EngineError: It gives wrong answers.
+        """
+        exited = asyncio.ensure_future(link.exited.wait())
+        try:
+            while True:
+                await asyncio.wait([exited], timeout=HEARTBEAT)
+                if exited.done():
+                    raise EngineDown(str(link.exit))
+                self.pulse = await link.ping()
+                self._heard = time.monotonic()
+                if self._heard - self._probed >= self.settings.probe_interval:
+                    for version in self.registry.versions:
+                        await link.probe(version.key)
+                    self._probed = time.monotonic()
+        finally:
+            exited.cancel()
+
+    async def _load(self, link: EngineLink, version: Version) -> None:
+        def note(progress: dict[str, Any]) -> None:
+            self._progress = {"model": version.name, **progress}
+            if self._first:
+                self._reason = f"model {version.name}: {progress.get('stage', 'loading')}"
+
+        info = await link.load(
+            version.key,
+            str(version.source.copy.path),
+            dtype=version.dtype,
+            backend=self.settings.backend,
+            progress=note,
+        )
+        self._progress = {}
+        # The engine speaks of its own names and of the private copy.
+        version.info = {key: value for key, value in info.items() if key not in {"name", "path", "model", "hardware"}}
+        version.loaded_at = time.time()
+
+    def _announce(self, version: Version) -> None:
+        old = self.registry.put(version)
+        if old is not None:
+            self._spawn(self._retire(old))
+
+    async def _retire(self, version: Version) -> None:
+        """Let the engine forget a version once nobody holds it."""
+        await version.retired()
+        self._versions.pop(version.key, None)
+        self.dispatcher.forget(version.key)
+        if self._link is not None:
+            # An engine that is down has forgotten it already.
+            with contextlib.suppress(EngineDown, ModelError):
+                await self._link.unload(version.key)
+        version.source.copy.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _note_failure(self, cause: str) -> None:
+        now = time.monotonic()
+        self._failures.append(now)
+        while self._failures[0] < now - FAILURE_WINDOW:
+            self._failures.popleft()
+        self._on_restart(cause)
+        if len(self._failures) > self.settings.engine_restarts:
+            raise EngineGaveUpError(
+                f"the engine failed {len(self._failures)} times in {FAILURE_WINDOW / 60:.0f} minutes, last: {cause}"
+            )
