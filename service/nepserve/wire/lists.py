@@ -72,6 +72,14 @@ def numbers(value: Any) -> NDArray[np.uint8]:
             "bad_shape", f"numbers must be a list of atomic numbers, one for each atom, not {describe(value)}",
             field="numbers",
         )  # fmt: skip
+    if {int}.issuperset(map(type, value)):
+        try:
+            found = np.frombuffer(bytes(value), np.uint8)
+        except ValueError:
+            pass  # out of the range of a byte: told below, with the atom
+        else:
+            if not len(found) or (found.min() >= 1 and found.max() <= MAX_NUMBER):
+                return found
     if not _NUMERIC.issuperset(map(type, value)):
         i, item = next((i, item) for i, item in enumerate(value) if type(item) not in _NUMERIC)
         hint = ""
@@ -83,16 +91,16 @@ def numbers(value: Any) -> NDArray[np.uint8]:
             "bad_value", f"numbers: atom {i + 1} is {describe(item)}; wanted an atomic number{hint}",
             field="numbers", atoms=(i,),
         )  # fmt: skip
-    found = _floats(value, "numbers")
+    real = _floats(value, "numbers")
     # A NaN fails the comparison.
-    fine = (found >= 1) & (found <= MAX_NUMBER) & (found == np.floor(found))
+    fine = (real >= 1) & (real <= MAX_NUMBER) & (real == np.floor(real))
     if not fine.all():
         i = int(np.flatnonzero(~fine)[0])
         raise StructureError(
             "bad_value", f"numbers: atom {i + 1} is {describe(value[i])}; wanted an atomic number from 1 to "
             f"{MAX_NUMBER}", field="numbers", atoms=(i,),
         )  # fmt: skip
-    return found.astype(np.uint8)
+    return real.astype(np.uint8)
 
 
 def symbols(value: Any) -> NDArray[np.uint8]:

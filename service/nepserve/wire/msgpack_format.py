@@ -298,8 +298,8 @@ def encode(outcome: Outcome) -> bytes:
         message[name] = _bytes(array, real if name in PER_ATOM else _F8)
         if name == "descriptors":
             message["descriptor_length"] = array.shape[1]
-    if outcome.pbc is not None:
-        message["pbc"] = _bytes(outcome.pbc, _U1)
+    if outcome.pbc_assumed is not None:
+        message["pbc"] = _bytes(outcome.structures.pbc, _U1)
     if outcome.unavailable:
         message["unavailable"] = {name: _bytes(rows, _I4) for name, rows in outcome.unavailable.items()}
     if outcome.errors:

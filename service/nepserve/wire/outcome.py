@@ -18,7 +18,8 @@ from .request import WireError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from nepcore.structures import Predictions
+    from nepcore.files.xyz import Frames
+    from nepcore.structures import Predictions, Structures
 
     from .request import Request
 
@@ -28,32 +29,40 @@ class Outcome:
     """One answer before it is written.
 
     Attributes:
-        counts: Atoms per structure, (B,) int64.
+        structures: What was asked about.
         values: Arrays of the properties asked for, in the order asked; a property that no structure has is not in it.
             Rows of failed structures, and of gaps, are NaN.
         unavailable: Structures (indices, ascending) that are fine but cannot have a property, by property.
         errors: Structures that failed, by index.
-        pbc: Periodic directions used, (B, 3) bool, where any structure left it to us; else None.
-        pbc_assumed: Structures that left it to us, (B,) bool; None with ``pbc``.
+        pbc_assumed: Structures that left their periodicity to us, (B,) bool; None if none did.
         single: One structure as one structure.
         dtype: Type of the per-atom arrays of a binary answer.
         model: Name of the model that answered, if it is to be told.
+        frames: The frames of an extended XYZ body.
     """
 
-    counts: NDArray[np.int64]
+    structures: Structures
     values: dict[str, NDArray[Any]]
     unavailable: dict[str, NDArray[np.int64]]
     errors: dict[int, StructureError]
-    pbc: NDArray[np.bool_] | None
     pbc_assumed: NDArray[np.bool_] | None
     single: bool
     dtype: Literal["f4", "f8"]
     model: str | None = None
+    frames: Frames | None = None
+
+    def __len__(self) -> int:
+        return len(self.structures)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Atoms per structure, (B,)."""
+        return self.structures.counts
 
     @cached_property
     def offsets(self) -> list[int]:
         """First atom of each structure and, last, N."""
-        return [0, *np.cumsum(self.counts).tolist()]
+        return self.structures.offsets.tolist()
 
     @cached_property
     def status(self) -> NDArray[np.uint8]:
@@ -128,15 +137,15 @@ def settle(request: Request, predictions: Predictions, model: str | None = None)
     assumed = request.pbc_assumed
     told = assumed is not None and bool(assumed.any())
     return Outcome(
-        counts,
+        request.structures,
         values,
         unavailable,
         errors,
-        request.structures.pbc if told else None,
         assumed if told else None,
         request.single,
         request.dtype,
         model,
+        request.frames,
     )
 
 

@@ -46,7 +46,7 @@ CODES: dict[str, Code] = {
     "bad_json": Code(400, None, "The body is not JSON"),
     "bad_msgpack": Code(400, None, "The body is not MessagePack"),
     "bad_npz": Code(400, None, "The body is not an npz archive of plain arrays"),
-    "bad_xyz": Code(422, None, "The body is not extended XYZ", "frame, line"),
+    "bad_xyz": Code(422, None, "The body is not extended XYZ", "structure, line"),
     "duplicate_key": Code(400, None, "A key is given twice", "field"),
     "bad_encoding": Code(400, None, "The body is not what its Content-Encoding says"),
     "bad_request": Code(400, None, "This is not HTTP"),

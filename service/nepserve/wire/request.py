@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from nepcore.files.xyz import Frames
     from nepcore.structures import Structures
 
 MAX_NAME = 256
@@ -106,7 +107,9 @@ class Request:
         single: One structure was sent as one structure, not as a batch of one: its failure is the answer's failure,
             and a JSON answer has the properties as top-level keys.
         dtype: Type of the per-atom arrays of a binary answer.
-        pbc_assumed: Structures that came without ``pbc``, (B,) bool; their answers say which periodicity was used.
+        pbc_assumed: Structures that came without ``pbc``, or may have, (B,) bool; their answers say which periodicity
+            was used.
+        frames: The frames of an extended XYZ body, whose comment lines come back in the answer.
     """
 
     format: str
@@ -117,6 +120,7 @@ class Request:
     single: bool = False
     dtype: Literal["f4", "f8"] = "f8"
     pbc_assumed: NDArray[np.bool_] | None = None
+    frames: Frames | None = None
 
     def refuse_single(self) -> None:
         """Refuse a single structure that could not be read, before anything is computed.
