@@ -61,7 +61,7 @@ def parse_float(token: str) -> float | None:
 
 def quoted(text: str) -> str:
     """A piece of a file for a message: quoted, printable and short."""
-    text = " ".join(text.split()) if text.strip() else text
+    text = re.sub(r"[ \t]+", " ", text).strip(" ")
     return ascii(text if len(text) <= 40 else f"{text[:37]}...")
 
 
@@ -175,7 +175,9 @@ class _HeaderReader:
         if kind in _KINDS:
             raise self.fail(f"tag {tag!r} says {_KINDS[kind]}; supported: {_SUPPORTED}")
         if version not in {3, 4, 5}:
-            raise self.fail(f"tag {tag!r} says NEP version {version}, which is not known here; supported: {_SUPPORTED}")
+            raise self.fail(
+                f"tag {quoted(tag)} says NEP version {version}, which is not known here; supported: {_SUPPORTED}"
+            )
         if kind and not (kind == "temperature" and version != 5):
             raise self.fail(f"tag {quoted(tag)} says a kind of model that is not known here; supported: {_SUPPORTED}")
         return version, has_zbl, kind == "temperature"

@@ -133,9 +133,9 @@ def explain_count(header: Header, found: int) -> str:
             (expected + 2 * heads + 1, f"nep{header.version}{zbl}_charge_vdw"),
             (expected + (D + 2) * heads + 1, f"nep{header.version}{zbl}_polarizability"),
         ]
-    for count, tag in candidates:
-        if count == found:
-            return f"; {tag} with the same header has {count:,}: is the tag on line 1 right?"
+    tags = [tag for count, tag in candidates if count == found]
+    if tags:
+        return f"; as many as {' or '.join(tags)} has with the same header: is the tag on line 1 right?"
     pairs = 10 * (T * (T + 1) // 2)
     if header.zbl == "flexible" and found == expected - pairs:
         return f"; the {pairs} numbers of the flexible ZBL at the end are missing"

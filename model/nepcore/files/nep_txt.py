@@ -31,6 +31,7 @@ MAX_BYTES = 1 << 28
 """Largest file read: several times the largest model that GPUMD's trainer can make."""
 
 _MAX_HEADER_LINES = 7
+_MAX_SEARCHED = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,15 +214,15 @@ def loads(text: str, path: str | os.PathLike[str] = "nep.txt") -> NepFile:
     text = text.rstrip()
     if not text:
         raise ModelFileError(path, None, "the file is empty")
-    lines = text.split("\n")
-    header = parse_header(lines[:_MAX_HEADER_LINES], path)
-    values = _parse_values(lines, header, path)
+    header_lines = text.split("\n", _MAX_HEADER_LINES)[:_MAX_HEADER_LINES]
+    header = parse_header(header_lines, path)
+    values = _parse_values(text, header, path)
     arrays = _split(values, header)
     settings = {f.name: getattr(header, f.name) for f in fields(Header)}
     settings["cutoff_radial"] = np.array(header.cutoff_radial)
     settings["cutoff_angular"] = np.array(header.cutoff_angular)
     settings["switches"] = dict(zip(SWITCHES, header.switches, strict=True))
-    return NepFile(**settings, **arrays, header=tuple(lines[: header.n_lines]))
+    return NepFile(**settings, **arrays, header=tuple(header_lines[: header.n_lines]))
 
 
 def dumps(model: NepFile) -> str:
@@ -292,32 +293,35 @@ def _check_text(content: bytes | bytearray, path: Path) -> None:
         raise ModelFileError(path, line, f"a zero byte (at offset {zero}): this is not a text file")
 
 
-def _parse_values(lines: Sequence[str], header: Header, path: Path) -> NDArray[np.float64]:
+def _parse_values(text: str, header: Header, path: Path) -> NDArray[np.float64]:
     """The numbers behind the header, counted and checked."""
-    body = lines[header.n_lines :]
-    if len(body) == header.n_values:
+    first, expected = header.n_lines, header.n_values
+    found = text.count("\n") + 1 - first
+    if found == expected:
+        body = text.split("\n")[first:]
         try:
-            values = np.fromiter(map(float, body), np.float64, len(body))
+            values = np.fromiter(map(float, body), np.float64, expected)
         except ValueError:
             values = np.full(1, np.nan)
         # float() takes "1_000" and digits of other scripts, which no other reader of this format does.
-        plain = not any("_" in text for text in body) and all(map(str.isascii, body))
-        if plain and np.isfinite(values).all():
+        if np.isfinite(values).all() and all(map(str.isascii, body)) and not any("_" in line for line in body):
             return values
-    for i, text in enumerate(body[: header.n_values]):
-        if parse_float(text.strip()) is None:
-            raise ModelFileError(path, header.n_lines + i + 1, _number_fault(text, i + 1, header.n_values))
-    expected, found = header.n_values, len(body)
-    surplus = header.n_lines + expected + 1 if found > expected else None
-    if surplus and parse_float(body[expected].strip()) is None:
-        raise ModelFileError(
-            path, surplus, f"expected the end after {expected:,} numbers, found {quoted(body[expected])}"
-        )
-    reason = f"expected {expected:,} numbers after the header ({_sizes(header)}), found {found:,}"
-    raise ModelFileError(path, surplus, reason + explain_count(header, found))
+    else:
+        # Enough to name a faulty line; the whole of a wrong file may be large.
+        last = first + min(expected + 1, found, _MAX_SEARCHED)
+        body = text.split("\n", last)[first:last]
+    for i, line in enumerate(body):
+        if not line.isascii() or parse_float(line.strip()) is None:
+            raise ModelFileError(path, first + i + 1, _number_fault(line, i + 1, expected))
+    reason = f"expected {expected:,} numbers after the header ({_sizes(header)}), found {max(found, 0):,}"
+    raise ModelFileError(
+        path, first + expected + 1 if found > expected else None, reason + explain_count(header, found)
+    )
 
 
 def _number_fault(text: str, which: int, total: int) -> str:
+    if which > total:
+        return f"expected the end after {total:,} numbers, found {quoted(text)}"
     if not text.strip():
         return f"blank line; expected number {which:,} of {total:,}"
     words = text.split()
