@@ -114,7 +114,8 @@ def _atomic_number(token: bytes) -> int:
 
 def _extras(columns: Sequence[Sequence[bytes]], layout: Layout, n: int) -> NDArray[Any]:
     chosen = [columns[k] for column in layout.extras for k in range(column.first, column.first + column.count)]
-    if max(max(map(len, column)) for column in chosen) <= _WIDE:
+    # An array of bytes drops zero bytes at the end of a token.
+    if max(max(map(len, column)) for column in chosen) <= _WIDE and b"\0" not in b"".join(chain(*chosen)):
         return np.array(chosen, dtype=np.bytes_).T
     wide = np.empty((n, len(chosen)), dtype=object)
     for k, column in enumerate(chosen):

@@ -26,6 +26,7 @@ _QUOTED = {
     '"': re.compile(r'"(?:\\.|[^"\\])*"', re.DOTALL),
     "'": re.compile(r"'(?:\\.|[^'\\])*'", re.DOTALL),
 }
+_USUAL = re.compile(r"""([^\s="'][^\s=]*)=(?:"([^"\\]*)"|([^\s"'\[{=]\S*))(?:\s+|\Z)""")
 _BARE_KEY = re.compile(r"[^\s=]+")
 _BARE_VALUE = re.compile(r"\S+")
 _BLANKS = re.compile(r"\s*")
@@ -137,6 +138,12 @@ def items(comment: str) -> list[Item]:
     found: list[Item] = []
     at = _skip(comment, 0)
     while at < len(comment):
+        usual = _USUAL.match(comment, at)
+        if usual is not None:
+            key, quoted, bare_value = usual.groups()
+            found.append(Item(key, bare_value if quoted is None else quoted, usual.group().rstrip()))
+            at = usual.end()
+            continue
         start = at
         if comment[at] in _QUOTED:
             at = _quoted(comment, at, "a key")
@@ -268,7 +275,14 @@ def numbers(key: str, value: str | None, count: int) -> tuple[float, ...]:
     if len(tokens) != count:
         raise Fault(f"key {key}: found {len(tokens)} values in {shown(value or '')}, wanted {wanted}")
     try:
-        return tuple([number(token) for token in tokens])
+        values = tuple(map(float, tokens))
+        # float() takes 1_000 for a thousand, and the digits of other scripts.
+        if all(map(isfinite, values)) and value is not None and value.isascii() and "_" not in value:
+            return values
+    except ValueError:
+        pass
+    try:
+        return tuple(map(number, tokens))
     except Fault as fault:
         raise Fault(f"key {key}: {fault}") from None
 

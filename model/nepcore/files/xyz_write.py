@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 _SYMBOL = [SYMBOLS[z] if z <= MAX_NUMBER else SYMBOLS[0] for z in range(256)]
 
-_WRITTEN_HERE = frozenset({"lattice", "pbc", "properties", "temperature", "error"})
-_RESULTS = frozenset({"energy", "free_energy", "stress", "virial"})
+_STRUCTURE = frozenset({"lattice", "pbc", "properties", "temperature"})
+_RESULTS = frozenset({"energy", "free_energy", "stress", "virial", "error"})
 _LABELS = frozenset({"energy", "stress", "virial"})
 _RESULT_COLUMNS = frozenset({"force", "forces", "energies", "virials", "descriptors", "stresses"})
 
+_PLAIN = re.compile(r"[\w:.+-]+")
 _FROM_VOIGT = np.array([0, 5, 4, 5, 1, 3, 4, 3, 2])
 
 
@@ -43,7 +45,12 @@ def write(
     predictions: Predictions | None = None,
     frames: Frames | None = None,
 ) -> None:
-    """Write structures with their results; see :func:`dumps`. A name that ends in ``.gz`` is packed."""
+    """Write structures with their results; see :func:`dumps`. A name that ends in ``.gz`` is packed.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: The arguments are not of the same structures.
+    """
     content = dumps(structures, predictions, frames)
     if isinstance(target, (str, Path)):
         path = Path(target)
@@ -54,7 +61,13 @@ def write(
         target.write(content)  # type: ignore[arg-type]
 
 
-def dumps(structures: Structures, predictions: Predictions | None = None, frames: Frames | None = None) -> bytes:
+def dumps(
+    structures: Structures,
+    predictions: Predictions | None = None,
+    frames: Frames | None = None,
+    *,
+    number_frames: bool = False,
+) -> bytes:
     """Structures as extended XYZ.
 
     Args:
@@ -62,6 +75,7 @@ def dumps(structures: Structures, predictions: Predictions | None = None, frames
         predictions: Their results. A structure that failed is written without results and with an item ``error``.
         frames: Where the structures were read: other items of the comment lines and other columns are written, too.
             With ``predictions`` its labels are not (nobody could tell one from the other), without they are.
+        number_frames: Write an item ``source_frame``: the frame's number in the file it was read from, from 0.
 
     Raises:
         ValueError: The arguments are not of the same structures.
@@ -92,7 +106,7 @@ def dumps(structures: Structures, predictions: Predictions | None = None, frames
             properties += f":{name}:R:{len(values)}"
             template += f" {form}" * len(values)
             columns += [axis[a:b] for axis in values]
-        comment = _comment(i, structures, predictions, frames, properties)
+        comment = _comment(i, structures, predictions, frames, properties, number_frames)
         out.append(f"{b - a}\n{comment}\n")
         out.extend(map((template + "\n").__mod__, zip(*columns, strict=True)))
     return "".join(out).encode("utf-8", "surrogateescape")
@@ -149,29 +163,40 @@ def _kept_columns(
 
 
 def _comment(
-    i: int, structures: Structures, predictions: Predictions | None, frames: Frames | None, properties: str
+    i: int,
+    structures: Structures,
+    predictions: Predictions | None,
+    frames: Frames | None,
+    properties: str,
+    number_frames: bool,
 ) -> str:
     cell = structures.cells[i]
     parts: list[str] = []
     if cell.any():
         parts.append(f'Lattice="{_joined(cell)}"')
-    parts.append(f"Properties={properties}")
+    parts.append(f"Properties={properties if _PLAIN.fullmatch(properties) else _escaped(properties)}")
+    written = _STRUCTURE
     if predictions is not None:
+        written |= _RESULTS
         parts += _results(i, predictions)
     elif frames is not None:
+        written |= _LABELS
         parts += _labels(i, structures, frames)
     parts.append('pbc="{}"'.format(" ".join("T" if p else "F" for p in structures.pbc[i])))
     heat = float(structures.temperatures[i])
     if not np.isnan(heat):
         parts.append(f"temperature={heat!r}")
     if frames is not None:
-        parts += _kept_items(frames.comments[i], _WRITTEN_HERE | (_LABELS if predictions is None else _RESULTS))
+        if number_frames:
+            written |= {"source_frame"}
+            parts.append(f"source_frame={frames.indices[i]}")
+        parts += _kept_items(frames.comments[i], written)
     return " ".join(parts)
 
 
 def _results(i: int, predictions: Predictions) -> list[str]:
     if i in predictions.errors:
-        return [f"error={_quoted(predictions.errors[i].reason)}"]
+        return [f"error={_escaped(predictions.errors[i].reason)}"]
     values = predictions.values
     parts: list[str] = []
     energy = values.get("energy", values.get("free_energy"))
@@ -200,9 +225,8 @@ def _joined(values: NDArray[Any]) -> str:
     return " ".join(map(repr, values.ravel().tolist()))
 
 
-def _quoted(text: str) -> str:
-    text = text.replace("\\", "/").replace('"', "'")
-    return '"' + " ".join(text.split()) + '"'
+def _escaped(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\r", " ") + '"'
 
 
 def _kept_items(comment: str, without: frozenset[str]) -> list[str]:
@@ -212,7 +236,6 @@ def _kept_items(comment: str, without: frozenset[str]) -> list[str]:
     except Fault:
         found = None
     if found is None or (found and all(item.value is None for item in found)):
-        text = _quoted(comment)
-        return [] if text == '""' else [f"comment={text}"]
+        return [f"comment={_escaped(comment)}"] if comment else []
     # A carriage return inside a value would end the line for other readers.
     return [item.raw.replace("\r", " ") for item in found if item.key.lower() not in without]

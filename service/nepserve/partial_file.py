@@ -1,0 +1,126 @@
+"""Output files that have their name only when they are complete."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from nepcore.errors import NepError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class OutputError(NepError):
+    """Results that cannot be written where they should go."""
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn an ``OSError`` of writing ``path`` into an :class:`OutputError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror or error}") from error
+
+
+class PartialFile:
+    """A binary output file: ``<name>.partial`` until :meth:`close` gives it its name.
+
+    ``-`` is the standard output. What exists and is no regular file (a device, a pipe) is written as it is. A name that
+    ends in ``.gz`` is packed.
+
+    Raises:
+        OutputError: The file cannot be made.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._shown = str(path)
+        self._partial: Path | None = None
+        self._packed: gzip.GzipFile | None = None
+        if self._shown == "-":
+            self._file: BinaryIO = sys.stdout.buffer
+            return
+        # A link stays a link: what it points to is written.
+        self._path = Path(os.path.realpath(path))
+        if not self._path.exists() or self._path.is_file():
+            self._partial = partial_name(self._path)
+        with writing(path):
+            self._file = (self._partial or self._path).open("wb")
+        if self._path.suffix == ".gz":
+            self._packed = gzip.GzipFile(filename="", mode="wb", fileobj=self._file, compresslevel=6, mtime=0)
+
+    def write(self, content: bytes) -> None:
+        """Write more.
+
+        Raises:
+            OutputError: The disk is full, the reader is gone …
+        """
+        with writing(self._shown):
+            (self._packed or self._file).write(content)
+
+    def close(self) -> None:
+        """Finish the file and give it its name.
+
+        Raises:
+            OutputError: It cannot be finished.
+        """
+        with writing(self._shown):
+            self._finish()
+            if self._partial is not None:
+                self._partial.replace(self._path)
+
+    def abandon(self, keep: bool) -> list[Path]:
+        """Finish the file without naming it, and remove it unless it is to be kept; what is left of it."""
+        # If it cannot be finished (the disk is full, the reader is gone), that was said before.
+        with suppress(OSError):
+            self._finish()
+        return remaining([] if self._partial is None else [self._partial], keep)
+
+    def _finish(self) -> None:
+        if self._packed is not None:
+            self._packed.close()
+        if self._file is sys.stdout.buffer:
+            self._file.flush()
+        else:
+            self._file.close()
+
+
+def partial_name(path: Path) -> Path:
+    """The name of ``path`` while it is not complete."""
+    return path.with_name(path.name + ".partial")
+
+
+def remaining(paths: Iterable[Path], keep: bool) -> list[Path]:
+    """Those of ``paths`` that exist; none, after removing them, unless they are to be kept."""
+    left = [path for path in paths if path.exists()]
+    if keep:
+        return left
+    for path in left:
+        path.unlink()
+    return []
+
+
+def refuse_overwriting(output: str | Path, inputs: Iterable[str | Path]) -> None:
+    """Refuse an output that is one of the inputs, under its own or its partial name.
+
+    Raises:
+        OutputError: Naming both.
+    """
+    if str(output) == "-":
+        return
+    for read in inputs:
+        for target in (Path(output), partial_name(Path(output))):
+            if str(read) != "-" and _same(Path(read), target):
+                raise OutputError(f"{target}: the output would overwrite {read}; choose another name")
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):
+        return False
