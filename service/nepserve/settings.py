@@ -26,6 +26,9 @@ PREFIX = "NEPSERVE_"
 # Variables that Kubernetes sets in every pod beside a Service called "nepserve"; they are no settings of ours.
 _SERVICE_LINK_SUFFIXES = ("_SERVICE_HOST", "_SERVICE_PORT", "_TCP", "_TCP_ADDR", "_TCP_PORT", "_TCP_PROTO", "_UDP")
 
+_NOT_OF_SERVE = frozenset({"config", "api_key", "url"})
+"""Endings of variables that other parts of the program read."""
+
 Words = Annotated[tuple[str, ...], NoDecode]
 
 
@@ -253,7 +256,7 @@ def _from_environment() -> tuple[dict[str, Any], tuple[str, ...]]:
         remarks.append(f"{PREFIX}PORT is a Kubernetes service link, not a port; it is ignored")
     for variable in sorted(os.environ):
         name = variable.removeprefix(PREFIX).lower()
-        if not variable.startswith(PREFIX) or name in FIELDS or variable == f"{PREFIX}CONFIG":
+        if not variable.startswith(PREFIX) or name in FIELDS or name in _NOT_OF_SERVE:
             continue
         if not variable.endswith(_SERVICE_LINK_SUFFIXES) and "_PORT_" not in variable:
             remarks.append(f"{variable} is no setting{_nearest(name)}; it is ignored")

@@ -1,0 +1,262 @@
+"""The command line: ``nepserve serve``, ``predict``, ``check``, ``env``, ``version``.
+
+Exit codes: 0 it worked; 1 it did not (an engine that cannot be kept alive, structures that cannot be evaluated, a model
+file that is refused by ``check``); 2 the command, a setting or an input file is wrong; 130 interrupted.
+Errors are one line on standard error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from nepcore import __version__
+from nepcore.errors import InputFileError, ModelError, ModelFileError, NepError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .predict import PredictResult
+
+FAILED = 1
+WRONG = 2
+INTERRUPTED = 130
+
+_SERVER_MODULES = {
+    "fastapi", "httptools", "orjson", "prometheus_client", "pydantic", "pydantic_settings", "torch", "uvicorn",
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Making the flags of `serve` from the settings class takes a moment that the other commands need not wait.
+    app = build(serve_flags=words[:1] == ["serve"])
+    try:
+        app(words, prog_name="nepserve")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output has seen enough; Python must not complain about it at its end.
+        sys.stdout = None
+        sys.exit(FAILED)
+    except ImportError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in _SERVER_MODULES:
+            raise
+        _fail(f"this needs the package {module!r}, which is not installed: pip install 'nepserve[server]'", WRONG)
+    except (ModelFileError, InputFileError) as error:
+        _fail(str(error), WRONG)
+    except ModelError as error:
+        _fail(str(error), WRONG)
+    except (NepError, OSError) as error:
+        _fail(str(error), FAILED)
+
+
+def build(*, serve_flags: bool = True) -> typer.Typer:
+    """The commands; without ``serve_flags`` those of ``serve`` are not spelled out."""
+    app = typer.Typer(
+        help="Energies, forces and stress from NEP models: over HTTP, from files, or from Python.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.command("serve", help=_SERVE_HELP)(_serve_command() if serve_flags else _serve)
+    app.command("predict")(predict)
+    app.command("check")(check)
+    app.command("env")(env)
+    app.command("version")(version)
+    return app
+
+
+_SERVE_HELP = """Serve models over HTTP.
+
+Each MODEL is a nep.txt, or a folder with one (nep.txt, else nep_best.txt), optionally with a name: NAME=PATH. Without
+MODEL a tiny synthetic model is served, to try things out.
+
+Every flag can also be a variable (NEPSERVE_PORT) or a key of the TOML file of --config (port); --show-config says what
+is in force and where it came from.
+"""
+
+
+def _serve(**given: Any) -> None:
+    """Serve models over HTTP."""
+    from . import settings
+    from .models import ModelNameError
+
+    config, show = given.pop("config", None), given.pop("show_config", False)
+    flags = {name: value for name, value in given.items() if value not in (None, (), [])}
+    try:
+        loaded = settings.load(flags, config)
+        if show:
+            print(settings.show(loaded), end="")  # noqa: T201
+            return
+        from . import server
+
+        code = server.run(loaded)
+    except (settings.SettingsError, ModelNameError) as error:
+        _fail(str(error), WRONG)
+    sys.exit(code)
+
+
+def _serve_command() -> Any:
+    """:func:`_serve` with a flag for each field of the settings class."""
+    from .settings import FIELDS, Settings, flag_of
+
+    def command(**given: Any) -> None:
+        _serve(**given)
+
+    parameters = [
+        _parameter("models", list[str] | None, typer.Argument(metavar="[NAME=]MODEL...", show_default=False)),
+        _parameter("config", Path | None, typer.Option("--config", help="TOML file of settings.")),
+        _parameter(
+            "show_config", bool, typer.Option("--show-config", help="Print the settings and stop."), default=False
+        ),
+    ]
+    for name in FIELDS:
+        field = Settings.model_fields[name]
+        if name == "models":
+            continue
+        default = field.get_default()
+        note = "" if default in (None, (), False) else f" [default: {_spell(default)}]"
+        kind: Any
+        flags = [flag_of(name)]
+        if field.annotation is bool:
+            kind, flags = bool | None, [f"{flags[0]}/--no-{flags[0].removeprefix('--')}"]
+        elif isinstance(default, tuple):
+            kind = list[str] | None
+        else:
+            # Values are checked by the settings class, which speaks of all sources in one way.
+            kind = str | None
+        option = typer.Option(
+            *flags, help=f"{field.description}{note}", show_default=False, metavar=_metavar(kind, name)
+        )
+        parameters.append(_parameter(name, kind, option))
+    signature = inspect.Signature(parameters, return_annotation=None)
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def _parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _metavar(kind: Any, name: str) -> str | None:
+    if kind == bool | None:
+        return None
+    return name.rpartition("_")[2].upper()
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def predict(
+    structures: Annotated[str, typer.Argument(metavar="FILE", help="Extended XYZ (.gz too), - for standard input.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="A nep.txt, or a folder with one; with --url a name there.")
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="Extended XYZ to write (.gz too), - for standard output.")
+    ] = "-",
+    gpumd_out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write energy_, force_, virial_ and stress_*.out there.")
+    ] = None,
+    properties: Annotated[
+        str | None, typer.Option("--properties", "-p", help="What to write, with commas between.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    backend: Annotated[str, typer.Option(help="How the physics is computed.")] = "auto",
+    url: Annotated[str | None, typer.Option(help="Let this server evaluate.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="NEPSERVE_API_KEY", help="The server's key.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave frames out that cannot be evaluated.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no summary.")] = False,
+) -> None:
+    """Evaluate the structures of a file, however large it is."""
+    from . import predict as run
+    from .models import locate
+
+    if model is None and url is None:
+        _fail("give a model: --model nep.txt (or --url of a server)", WRONG)
+    if model is not None and url is None:
+        model = str(locate(Path(model)))
+    chosen = run.DEFAULT_PROPERTIES if properties is None else tuple(w.strip() for w in properties.split(","))
+    try:
+        result = run.predict(
+            structures, model, output, device=device, dtype=dtype, backend=backend, gpumd_dir=gpumd_out,
+            properties=chosen, skip_bad=skip_bad, progress=not quiet, url=url, api_key=api_key,
+        )  # fmt: skip
+    except run.OutputError as error:
+        _fail(str(error), FAILED)
+    if not quiet:
+        for line in _summary(result):
+            print(line, file=sys.stderr)  # noqa: T201
+    if result.failed:
+        sys.exit(FAILED)
+
+
+def _summary(result: PredictResult) -> list[str]:
+    """What a run did, for people."""
+    lines = [f"warning: {text}" for text in result.warnings]
+    lines += [f"left out: frame {f.frame + 1} (line {f.line}): {f.reason}" for f in result.failures]
+    if result.failed > len(result.failures):
+        lines.append(f"left out: {result.failed - len(result.failures)} more frames")
+    speed = result.atoms / max(result.seconds, 1e-9)
+    lines.append(f"{result.frames:,} frames, {result.atoms:,} atoms in {result.seconds:.2f} s ({speed:,.0f} atoms/s)")
+    errors = [
+        f"{name} {value:.4g} {unit}"
+        for name, value, unit in (
+            ("energy", result.rmse_energy, "eV/atom"),
+            ("forces", result.rmse_forces, "eV/Å"),
+            ("virial", result.rmse_virial, "eV/atom"),
+        )
+        if value is not None
+    ]
+    if errors:
+        lines.append(f"RMSE against the labels of the file: {', '.join(errors)}")
+    return lines
+
+
+def check(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A nep.txt, or a folder with one.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
+) -> None:
+    """Say what a model file is, what it cannot give, and what is odd about it."""
+    from .check import check as look
+    from .models import locate
+
+    try:
+        report = look(locate(model))
+    except ModelFileError as error:
+        _fail(str(error), FAILED)
+    print(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))  # noqa: T201
+    sys.exit(report.exit_code)
+
+
+def env(as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False) -> None:
+    """Print what a bug report needs: versions, processors, GPUs, torch build, caches."""
+    from .environment import report, text
+
+    sections = report()
+    print(json.dumps(sections, indent=2) if as_json else text(sections))  # noqa: T201
+
+
+def version() -> None:
+    """Print the version."""
+    print(f"nepserve {__version__}")  # noqa: T201
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"nepserve: {message}", file=sys.stderr)  # noqa: T201
+    sys.exit(code)

@@ -1,0 +1,379 @@
+"""The server process: sockets, signals, the HTTP front and the engine beside it, from start to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from nepcore import __version__
+
+from . import logs, models
+from .settings import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+    import uvicorn
+
+    from .app.service import Service
+    from .models import Source
+    from .settings import Loaded, Settings
+    from .supervision import Supervisor
+
+log = logging.getLogger("nepserve")
+
+SWEEP_SECONDS = 0.5
+"""Seconds between two looks for clients that are too slow."""
+
+SWITCH_SECONDS = 0.0005
+"""How long a thread that decodes a large body may keep the interpreter from the event loop."""
+
+ABORTED = 130
+GAVE_UP = 1
+
+
+def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
+    """Serve until told to stop; returns the exit code.
+
+    0 after SIGTERM or SIGINT, 1 if the engine cannot be kept alive, 130 if a second SIGINT ended it at once.
+
+    Raises:
+        SettingsError, ModelNameError, ModelFileError: The server cannot start.
+    """
+    settings = loaded.settings
+    logs.configure(settings.log_format, settings.log_level)
+    for remark in loaded.remarks:
+        log.warning("%s", remark)
+    sources = open_models(settings)
+    context = tls_context(settings)
+    listener = listen(settings)
+    _allow_connections(settings.max_connections)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    process = _Process(settings, sources, listener, context, loader)
+    try:
+        return _run(process.live())
+    finally:
+        listener.close()
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)
+
+
+def open_models(settings: Settings) -> list[Source]:
+    """Read the models that the settings name, or make the demonstration model if they name none.
+
+    Raises:
+        ModelNameError, ModelFileError, SettingsError: They cannot be served.
+    """
+    wanted = models.parse_models(settings.models)
+    if settings.default_model is not None and settings.default_model not in wanted:
+        raise SettingsError(f"the default model {settings.default_model!r} is not among the models that are served")
+    if settings.model_dir is not None and not settings.model_dir.is_dir():
+        raise SettingsError(f"{settings.model_dir}: no such folder (--model-dir)")
+    sources = [models.read_model(name, path) for name, path in wanted.items()]
+    # A server that has a folder of models may begin empty.
+    return sources or ([] if settings.model_dir is not None else [models.demo_model()])
+
+
+def listen(settings: Settings) -> socket.socket:
+    """The bound socket.
+
+    Raises:
+        SettingsError: The address is in use, or is not ours.
+    """
+    if settings.uds is not None:
+        return _listen_unix(settings)
+    where = f"{settings.host}, port {settings.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise SettingsError(f"cannot listen on {where}: {error.strerror or error}") from None
+    try:
+        # The port of a server that ended a moment ago is still remembered by the kernel.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        hint = "; choose another with --port (0 takes a free one)" if settings.port else ""
+        raise SettingsError(f"cannot listen on {where}: {(error.strerror or str(error)).lower()}{hint}") from None
+    return listener
+
+
+def _listen_unix(settings: Settings) -> socket.socket:
+    path = settings.uds
+    assert path is not None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise SettingsError(f"cannot listen on {path}: another server answers there")
+            path.unlink()
+        # Whoever may connect is decided by the folder; the socket itself is for its owner and group.
+        mask = os.umask(0o117)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(f"cannot listen on {path}: {error.strerror or error}") from None
+    except SettingsError:
+        listener.close()
+        raise
+    return listener
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """TLS as the settings want it; None without a certificate.
+
+    Raises:
+        SettingsError: Certificate and key cannot be used.
+    """
+    if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        reason = getattr(error, "reason", None) or error.strerror or str(error)
+        raise SettingsError(f"certificate {settings.ssl_certfile}, key {settings.ssl_keyfile}: {reason}") from None
+    return context
+
+
+class _Process:
+    """One server from start to end."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        sources: list[Source],
+        listener: socket.socket,
+        context: ssl.SSLContext | None,
+        loader: str,
+    ) -> None:
+        self.settings = settings
+        self.sources = sources
+        self.listener = listener
+        self.context = context
+        self.loader = loader
+        self.wanted = asyncio.Event()
+        self.code = 0
+        self.started = time.perf_counter()
+
+    async def live(self) -> int:
+        """Start, serve, end."""
+        from .dispatch import Dispatcher
+        from .supervision import EngineGaveUpError, Supervisor
+
+        settings = self.settings
+        registry = models.Registry(settings.default_model)
+        dispatcher = Dispatcher(
+            max_queue_atoms=settings.max_queue_atoms,
+            max_queue_requests=settings.max_queue_requests,
+            max_batch_ms=settings.max_batch_ms,
+        )
+        supervisor = Supervisor(settings, registry, dispatcher, loader=self.loader)
+        # The engine comes first: while it imports what it needs, so does the front.
+        keeping = asyncio.create_task(supervisor.run([(s, settings.dtype_of(s.name)) for s in self.sources]))
+        await asyncio.sleep(0.01)
+        self._handle_signals(supervisor)
+
+        from .app.auth import keys_of
+        from .app.connection import Connection, sweep
+        from .app.factory import create_app
+        from .app.service import Service
+
+        keys, secret = keys_of(settings)
+        service = Service(settings, registry, dispatcher, supervisor, keys)
+        server = _server(create_app(service), settings, Connection, self.context)
+        serving = asyncio.create_task(server.serve(sockets=[self.listener]))
+        sweeping = asyncio.create_task(_sweep(service, lambda now: sweep(server.server_state.connections, now)))
+        self._greet(secret)
+        announcing = asyncio.create_task(self._announce(supervisor))
+        waiting = asyncio.create_task(self.wanted.wait())
+        try:
+            await asyncio.wait([keeping, serving, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done() and not self.wanted.is_set():
+                try:
+                    keeping.result()
+                except EngineGaveUpError as error:
+                    log.error("%s", error)
+                self.code = GAVE_UP
+            else:
+                await self._drain(service)
+        finally:
+            for task in (announcing, waiting):
+                task.cancel()
+            server.should_exit = True
+            await asyncio.wait([serving], timeout=5.0)
+            await supervisor.stop(2.0)
+            for task in (sweeping, keeping, serving):
+                task.cancel()
+            await asyncio.gather(announcing, waiting, sweeping, keeping, serving, return_exceptions=True)
+        return self.code
+
+    async def _drain(self, service: Service) -> None:
+        left = await service.drain(self.settings.shutdown_timeout)
+        if left:
+            log.warning("%d requests were not finished within %g s", left, self.settings.shutdown_timeout)
+
+    def _handle_signals(self, supervisor: Supervisor) -> None:
+        loop = asyncio.get_running_loop()
+
+        def stop(name: str) -> None:
+            if not self.wanted.is_set():
+                log.info("%s: finishing what is in flight (Ctrl-C ends it at once)", name)
+                self.wanted.set()
+            elif name == "SIGINT":
+                supervisor.abort()
+                os._exit(ABORTED)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number.name)
+        if self.context is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._reload_certificate)
+
+    def _reload_certificate(self) -> None:
+        """Take a renewed certificate for the connections to come."""
+        assert self.context is not None
+        assert self.settings.ssl_certfile is not None
+        try:
+            self.context.load_cert_chain(self.settings.ssl_certfile, self.settings.ssl_keyfile)
+        except (OSError, ssl.SSLError) as error:
+            log.error("the certificate stays as it was: %s", error)
+        else:
+            log.info("certificate read again")
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        if self.settings.uds is not None:
+            return f"unix:{self.settings.uds}"
+        host, port = self.listener.getsockname()[:2]
+        scheme = "http" if self.context is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    def _greet(self, secret: str | None) -> None:
+        log.info("nepserve %s on %s, API page %s/docs", __version__, self.url, self.url)
+        for source in self.sources:
+            elements = " ".join(source.file.elements)
+            if source.origin == "synthetic":
+                log.info(
+                    "model %s (%s): SYNTHETIC. No model was given, so this one shows how the server answers; its "
+                    "numbers are physically meaningless. Serve your own with: nepserve serve nep.txt",
+                    source.name, elements,
+                )  # fmt: skip
+            else:
+                log.info(
+                    "model %s (%s), %s, from %s",
+                    source.name, elements, self.settings.dtype_of(source.name), source.origin,
+                )  # fmt: skip
+        if secret is not None:
+            # On its own line and not in the log's format: it is for whoever started the server.
+            print(f"API key made for this run: {secret}", file=sys.stderr)  # noqa: T201
+        elif not self.settings.is_local and self.settings.insecure:
+            log.warning("everybody who can reach %s may use this server (--insecure)", self.url)
+
+    async def _announce(self, supervisor: Supervisor) -> None:
+        """Say when the server is ready, and how to ask it."""
+        while supervisor.unready is not None:
+            if not self.sources and not supervisor.starting:
+                break
+            await asyncio.sleep(0.02)
+        engine = supervisor.status()
+        served = ", ".join(
+            f"{v.name} ({v.dtype}, backend {v.info.get('backend', 'unknown')})" for v in supervisor.registry.versions
+        )
+        log.info(
+            "ready after %.1f s on %s: %s",
+            time.perf_counter() - self.started,
+            engine.get("name") or engine.get("device"),
+            served or "no model yet",
+        )
+        if self.sources and self.settings.log_format == "text":
+            print(f"\nTry:\n  {self._example()}\n", file=sys.stderr)  # noqa: T201
+
+    def _example(self) -> str:
+        element = self.sources[0].file.elements[0]
+        structure = f'{{"symbols": ["{element}", "{element}"], "positions": [[0, 0, 0], [0, 0, 2.4]]}}'
+        if self.sources[0].file.temperature:
+            structure = structure[:-1] + ', "temperature": 300}'
+        model = f'"model": "{self.sources[0].name}", ' if len(self.sources) > 1 else ""
+        key = "" if self.settings.is_local and not self.settings.api_keys else " -H 'Authorization: Bearer KEY'"
+        place = f"--unix-socket {self.settings.uds} http://localhost" if self.settings.uds else self.url
+        return (
+            f"curl {place}/v1/evaluate{key} -H 'Content-Type: application/json' "
+            f"-d '{{{model}\"structure\": {structure}}}'"
+        )
+
+
+def _server(
+    app: Any, settings: Settings, connection: type[asyncio.Protocol], context: ssl.SSLContext | None
+) -> uvicorn.Server:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """uvicorn's server; signals are this program's business."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Leave them alone."""
+            yield
+
+    config = uvicorn.Config(
+        app,
+        http=connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=settings.max_connections,
+        timeout_keep_alive=int(settings.keep_alive) or 1,
+        timeout_graceful_shutdown=1,
+    )
+    config.load()
+    config.ssl = context
+    return Server(config)
+
+
+async def _sweep(service: Service, connections: Callable[[float], int]) -> None:
+    """Cut off clients that are too slow."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(SWEEP_SECONDS)
+        service.bodies.sweep(loop.time())
+        connections(loop.time())
+
+
+def _allow_connections(wanted: int) -> None:
+    """Raise the limit of open files towards what the connections need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + 256
+    if soft < needed:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
+
+
+def _run(work: Coroutine[Any, Any, int]) -> int:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)
