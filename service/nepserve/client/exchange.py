@@ -1,0 +1,235 @@
+"""Requests and answers over kept connections, repeated as often as it takes: HTTP without a word about structures."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from .connection import Answer, Broken, Connection, Garbled
+from .errors import InvalidAnswer, Overloaded, from_answer, give_up, hopeless, late, unreachable
+from .options import USER_AGENT, new_request_id, tls_context
+from .retry import RETRIED_STATUS, Attempts, Retry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .address import Address
+
+CONNECT_SECONDS = 10.0
+"""Longest wait for one connection to stand, s."""
+
+MAX_IDLE = 32
+"""Connections kept at most."""
+
+
+class Call:
+    """A request on its way.
+
+    Attributes:
+        path: Its route, for messages.
+        head: Request line and headers, but for the time that is left.
+        body: The body.
+        attempts: What may still be tried.
+        request_id: Id under which the server logs it.
+        connection: Where it was sent; None if it is to be sent (again).
+    """
+
+    __slots__ = ("_fault", "attempts", "body", "connection", "head", "path", "request_id")
+
+    def __init__(self, path: str, head: bytes, body: bytes, attempts: Attempts, request_id: str) -> None:
+        self.path = path
+        self.head = head
+        self.body = body
+        self.attempts = attempts
+        self.request_id = request_id
+        self.connection: Connection | None = None
+        self._fault: OSError | None = None
+
+    @property
+    def ends(self) -> float:
+        """Clock by which the call must be over, s."""
+        return self.attempts.started + self.attempts.timeout
+
+    def drop(self) -> None:
+        """Close the connection the request is on: the server sees that nobody waits for it."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.close()
+
+    def fail_later(self, error: OSError) -> None:
+        """Keep an error of the sending until the answer is asked for."""
+        self._fault = error
+
+    def raise_kept(self) -> None:
+        """Raise the error that was kept, once."""
+        error, self._fault = self._fault, None
+        if error is not None:
+            raise error
+
+
+class Exchange:
+    """The way to one server, for any number of threads; it can be pickled and used on after a fork."""
+
+    def __init__(self, address: Address, key: str | None, verify: bool | str) -> None:
+        self.address = address
+        self._key = key
+        self._verify = verify
+        self._reset()
+
+    def _reset(self) -> None:
+        self._tls = tls_context(self.address, self._verify)
+        # Only single operations on its ends, which need no lock: so a fork never finds one held.
+        self._idle: deque[Connection] = deque()
+        self._reached = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"address": self.address, "_key": self._key, "_verify": self._verify}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def close(self) -> None:
+        """Close the idle connections; the next call opens a new one."""
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
+    def call(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes, *, timeout: float, retries: Retry
+    ) -> Call:
+        """Prepare a request; its time runs from here."""
+        request_id = new_request_id()
+        lines = [
+            f"{method} {self.address.prefix}{path} HTTP/1.1",
+            f"Host: {self.address.authority}",
+            f"User-Agent: {USER_AGENT}",
+            "Accept-Encoding: identity",
+            f"X-Request-Id: {request_id}",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
+        if method != "GET":
+            lines.append(f"Content-Length: {len(body)}")
+        if self._key is not None:
+            lines.append(f"Authorization: Bearer {self._key}")
+        head = "\r\n".join(lines).encode("latin-1")
+        return Call(path, head, body, Attempts(retries, time.monotonic(), timeout), request_id)
+
+    def begin(self, call: Call) -> None:
+        """Send a request without waiting for its answer; whatever goes wrong is left to :meth:`finish`."""
+        try:
+            self._send(call)
+        except OSError as error:
+            idle = _closed_idle(call, error)
+            call.drop()
+            if not idle:
+                call.fail_later(error)
+        except BaseException:
+            call.drop()
+            raise
+
+    def finish(self, call: Call, *, any_status: bool = False, grace: float = 0.0) -> Answer:
+        """Bring a call to its end, sending it as often as it takes.
+
+        Args:
+            call: The call, sent by :meth:`begin` or not at all yet.
+            any_status: Whether an answer other than 200 is returned instead of acted on.
+            grace: Seconds beyond its time in which an answer that is already there may still be read.
+
+        Raises:
+            NepserveError: There was no answer, or it was not success.
+        """
+        while True:
+            try:
+                call.raise_kept()
+                if call.connection is None:
+                    self._send(call)
+                answer = self._receive(call, max(call.ends, time.monotonic() + grace))
+            except Garbled as error:
+                call.drop()
+                raise InvalidAnswer(
+                    f"{self.address.text} does not speak HTTP: {error}. Is the address right, and is it http or https?",
+                    url=self.address.text, request_id=call.request_id,
+                ) from error  # fmt: skip
+            except OSError as error:
+                idle, sent = _closed_idle(call, error), call.connection is not None
+                call.drop()
+                if idle and not call.attempts.renewed:
+                    # The server closed a kept connection just as it was used: nobody's fault, and no attempt. Its
+                    # other idle connections are no better.
+                    call.attempts.renewed = True
+                    self.close()
+                    continue
+                self._pause(call, error, cut=sent)
+                continue
+            except BaseException:
+                call.drop()
+                raise
+            if answer.status == 200 or any_status:
+                return answer
+            self._pause_or_raise(call, answer)
+
+    def _send(self, call: Call) -> None:
+        connection = self._kept()
+        if connection is None:
+            connection = Connection(self.address, self._tls, min(call.ends, time.monotonic() + CONNECT_SECONDS))
+        call.connection = connection
+        left = max(call.ends - time.monotonic(), 0.001)
+        connection.send(call.head + b"\r\nX-Request-Timeout: %.3f\r\n\r\n" % left, call.body, call.ends)
+
+    def _kept(self) -> Connection | None:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            if not connection.stale:
+                return connection
+            connection.close()
+
+    def _receive(self, call: Call, deadline: float) -> Answer:
+        connection = call.connection
+        assert connection is not None
+        answer = connection.receive(deadline)
+        call.connection = None
+        self._reached = True
+        if connection.keep and len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return answer
+
+    def _pause(self, call: Call, error: OSError, *, cut: bool) -> None:
+        """Wait before the next attempt after a connection failed, or give up."""
+        attempts, now = call.attempts, time.monotonic()
+        url, request_id = self.address.text, call.request_id
+        if isinstance(error, TimeoutError) and attempts.left(now) <= 0:
+            raise late(url=url, request_id=request_id, seconds=attempts.timeout) from error
+        wait = None if hopeless(error) else attempts.again(now, reached=self._reached, cut=cut)
+        if wait is None:
+            raise unreachable(
+                error, url=url, request_id=request_id, attempts=attempts.repeated + 1, seconds=now - attempts.started,
+                size=len(call.body),
+            ) from error  # fmt: skip
+        time.sleep(wait)
+
+    def _pause_or_raise(self, call: Call, answer: Answer) -> None:
+        """Wait before the next attempt if the server had no room, else raise what its answer stands for."""
+        error = from_answer(
+            answer.status, answer.headers, bytes(answer.body), url=self.address.text, path=call.path,
+            request_id=call.request_id,
+        )  # fmt: skip
+        if not isinstance(error, Overloaded) or answer.status not in RETRIED_STATUS:
+            raise error
+        now = time.monotonic()
+        wait = call.attempts.again(now, retry_after=error.retry_after)
+        if wait is None:
+            raise give_up(error, call.attempts.repeated + 1, now - call.attempts.started)
+        time.sleep(wait)
+
+
+def _closed_idle(call: Call, error: OSError) -> bool:
+    """Whether a call failed because its connection, kept from an earlier one, had been closed meanwhile."""
+    return isinstance(error, Broken) and error.early and call.connection is not None and call.connection.used
