@@ -51,7 +51,7 @@ def parse(body: bytes) -> Any:
 def _count_keys(value: Any) -> int:
     """Keys of all objects that can be found without looking at every number; never more than there are."""
     count = 0
-    waiting = [value]
+    waiting = [value] if isinstance(value, (dict, list)) else []
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict):
@@ -59,7 +59,7 @@ def _count_keys(value: Any) -> int:
             waiting.extend([inner for inner in item.values() if isinstance(inner, (dict, list))])
         elif item and isinstance(item[0], dict):
             waiting.extend([inner for inner in item if isinstance(inner, (dict, list))])
-    return count if isinstance(value, (dict, list)) else 0
+    return count
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

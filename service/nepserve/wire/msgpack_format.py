@@ -146,16 +146,22 @@ def decode(body: bytes, *, limits: Limits, query: Mapping[str, str]) -> Request:
         raise unknown_field(next(key for key in message if key not in _KEY_SET), KEYS, where="the request")
     if query:
         check_query(query)
-    dtype: Literal["f4", "f8"] = message.get("dtype") or "f8"
+    dtype: Literal["f4", "f8"] = message.get("dtype", "f8")
     if dtype not in ("f4", "f8"):
         raise WireError(
             None, "bad_value", f"dtype is {describe(dtype)}; wanted 'f8' or 'f4', the type of positions",
             field="dtype",
         )  # fmt: skip
     try:
-        counts = _counts(message.get("n_atoms"))
+        n_atoms = message.get("n_atoms")
+        counts = _counts(n_atoms)
         numbers = _required(message, "numbers", _U1)
         positions = _required(message, "positions", DTYPES[dtype])
+        if counts is None and n_atoms is not None and n_atoms != numbers.size:
+            raise StructureError(
+                "bad_shape", f"n_atoms announces {n_atoms} atoms, but numbers has {numbers.size} entries",
+                field="numbers",
+            )  # fmt: skip
         cell = _array(message.get("cell"), "cell", _F8)
         pbc = _array(message.get("pbc"), "pbc", _U1)
         temperature = _array(message.get("temperature"), "temperature", _F8)
@@ -270,15 +276,14 @@ def _from_list(value: list[Any], name: str) -> NDArray[Any]:
     if name == "temperature":
         return np.array([np.nan if item is None else lists.temperature(item) for item in value])
     # One structure may give its own cell and flags, a block a list of them.
-    nested = bool(value) and isinstance(value[0], list) and (name == "pbc" or _depth(value) == 3)
-    items = value if nested or not value else [value]
+    depth = 3 if name == "cell" else 2
+    inner: Any = value
+    for _ in range(depth):
+        inner = inner[0] if isinstance(inner, list) and inner else None
+    items = value if inner is not None or not value else [value]
     if name == "cell":
         return np.array([lists.cell(item) for item in items]).reshape(-1, 3, 3)
     return np.array([lists.pbc(item) for item in items], np.uint8).reshape(-1, 3)
-
-
-def _depth(value: Any) -> int:
-    return 1 + _depth(value[0]) if isinstance(value, list) and value else 0
 
 
 def _bytes(array: NDArray[Any], dtype: np.dtype[Any]) -> bytes:
