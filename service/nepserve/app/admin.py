@@ -49,7 +49,7 @@ _BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {"schema": schemas.Load.model_json_schema()},
+            "application/json": {"schema": {"$ref": "#/components/schemas/Load"}},
             "text/plain": {
                 "schema": {"type": "string", "description": "A nep.txt; `name` stands in the query string then."}
             },

@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, and the evaluation route, whose bodies FastAPI never sees."""
+"""The OpenAPI document: FastAPI's, the evaluation route, whose bodies FastAPI never sees, and problem documents."""
 
 from __future__ import annotations
 
@@ -6,14 +6,104 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.openapi.utils import get_openapi
 
+from nepserve.wire import json_schema, problem
+
+from . import schemas
+
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+_TITLES = {
+    400: "Malformed.",
+    401: "A key is needed.",
+    403: "The key does not allow this.",
+    404: "No such model or address.",
+    406: "None of the accepted formats is spoken here.",
+    408: "The body did not arrive in time.",
+    413: "Larger than this server takes.",
+    415: "The content type is not spoken here.",
+    422: "The input cannot be used.",
+    429: "The queue is full; see Retry-After.",
+    500: "The server made a mistake.",
+    503: "Starting, draining, or the device does not answer; see Retry-After.",
+    504: "The time given for the request is over.",
+}
+_EVALUATE = (400, 401, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
+
+_REFERENCE = {"$ref": "#/components/schemas/Problem"}
 
 
 def document(api: FastAPI) -> dict[str, Any]:
     """The document; it is made once."""
     if api.openapi_schema is None:
-        api.openapi_schema = get_openapi(
-            title=api.title, version=api.version, description=api.description, routes=api.routes
-        )
+        made = get_openapi(title=api.title, version=api.version, description=api.description, routes=api.routes)
+        _add_evaluate(made)
+        _speak_of_problems(made)
+        made["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer", "description": "Where the server has keys."}
+        }
+        # A key, or none: whether this server asks for one is not known before it runs.
+        made["security"] = [{}, {"key": []}]
+        api.openapi_schema = made
     return api.openapi_schema
+
+
+def _add_evaluate(made: dict[str, Any]) -> None:
+    described, models = json_schema.operation()
+    answer = described["responses"]["200"]
+    answer["headers"] = {
+        "X-Request-Id": {"schema": {"type": "string"}, "description": "As it was sent, or made up."},
+        "Server-Timing": {"schema": {"type": "string"}, "description": "ms: queue, pack, device, unpack."},
+        "X-Batch-Atoms": {"schema": {"type": "integer"}, "description": "Atoms of the batch it was computed in."},
+    }
+    operation = {
+        "tags": ["evaluate"],
+        "summary": "Energies, forces, stress ...",
+        "description": (
+            "One structure or many, as JSON, MessagePack, extended XYZ or npz. A structure that fails by itself fails "
+            "the request if it came alone as `structure`; in a batch it is an entry of the answer."
+        ),
+        "operationId": "evaluate",
+        "parameters": [
+            _parameter("model", "query", {"type": "string"}, "Name of the model, for formats without a place for it."),
+            _parameter("properties", "query", {"type": "string"}, "What to compute, with commas between."),
+            _parameter("X-Request-Id", "header", {"type": "string"}, "Echoed, and written to the log."),
+            _parameter("X-Request-Timeout", "header", {"type": "number"}, "Seconds the answer is waited for."),
+            _parameter(
+                "X-Priority", "header", {"type": "string", "enum": ["interactive", "bulk"]},
+                "Interactive requests go before bulk ones.",
+            ),
+        ],
+        **described,
+    }  # fmt: skip
+    operation["responses"] = {"200": answer, **{str(status): {} for status in _EVALUATE}}
+    made["paths"] = {"/v1/evaluate": {"post": operation}, **made["paths"]}
+    components = made.setdefault("components", {}).setdefault("schemas", {})
+    components.update(models)
+    problem_schema = schemas.Problem.model_json_schema()
+    problem_schema["properties"]["code"]["enum"] = list(problem.CODES)
+    components["Problem"] = problem_schema
+    components["Load"] = schemas.Load.model_json_schema()
+
+
+def _parameter(name: str, place: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": False, "schema": schema, "description": text}
+
+
+def _speak_of_problems(made: dict[str, Any]) -> None:
+    """Let every error of every operation be a problem document."""
+    for path in made["paths"].values():
+        for operation in path.values():
+            responses = operation["responses"]
+            responses.setdefault("401", {})
+            responses.setdefault("500", {})
+            for status, response in responses.items():
+                if status[0] in "45":
+                    response["description"] = _TITLES[int(status)]
+                    response["content"] = {problem.CONTENT_TYPE: {"schema": _REFERENCE}}
+                    if status in {"429", "503"}:
+                        response["headers"] = {
+                            "Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}
+                        }
+    for unused in ("HTTPValidationError", "ValidationError"):
+        made["components"]["schemas"].pop(unused, None)

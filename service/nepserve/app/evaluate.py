@@ -108,7 +108,7 @@ class Evaluate:
             if request.single and errors:
                 raise self._refusal(errors[0])
             answer = None
-            if not errors:
+            if len(structures) and not errors:
                 work = service.dispatcher.evaluate(
                     version.key, structures, request.properties, client=call.client, priority=priority, timeout=timeout
                 )

@@ -48,14 +48,12 @@ def scatter(
         known[chosen] = found.stress_known
         all_errors.update({int(chosen[i]): error for i, error in found.errors.items()})
     for name in properties:
-        array = None if found is None else found.values.get(name)
-        if name in PER_ATOM:
-            shape: tuple[int, ...] = tuple(descriptor_size if n is None else n for n in PER_ATOM[name])
-            rows, where = N, atoms
-        else:
-            shape, rows, where = PER_STRUCTURE[name], B, chosen
-        whole = np.full((rows, *shape), np.nan, np.float64 if array is None else array.dtype)
-        if array is not None:
-            whole[where] = array
-        values[name] = whole
+        rows, where = (N, atoms) if name in PER_ATOM else (B, chosen)
+        if found is None:
+            each = PER_ATOM[name] if name in PER_ATOM else PER_STRUCTURE[name]
+            values[name] = np.full((rows, *(descriptor_size if n is None else n for n in each)), np.nan)
+        elif name in found.values:
+            array = found.values[name]
+            values[name] = np.full((rows, *array.shape[1:]), np.nan, array.dtype)
+            values[name][where] = array
     return Predictions(structures.counts, values, known, all_errors)
