@@ -5,13 +5,12 @@ After every refusal a good model still answers the two-atom silicon cell.
 
 from __future__ import annotations
 
-import functools
-import re
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+import cases
 from locations import CASES, needs_shared
 from nepcore.errors import ModelFileError
 from nepcore.files import nep_txt
@@ -22,12 +21,6 @@ if TYPE_CHECKING:
     from nepcore.structures import Predictions
 
 pytestmark = needs_shared
-
-SI2 = -0.77743170
-"""eV, the energy of the silicon cell with the toy model, from the reference values of the cases."""
-
-PER_ATOM = {"float64": (1e-6, 1e-6, 1e-6), "float32": (2e-5, 2e-4, 2e-4)}
-"""Tolerances that the cases state: energy (eV/atom), forces (eV/Å), virial (eV/atom)."""
 
 
 def evaluate(model: Path, structures: Path, dtype: str = "float64") -> Predictions:
@@ -42,41 +35,16 @@ def evaluate(model: Path, structures: Path, dtype: str = "float64") -> Predictio
 
 def still_healthy() -> None:
     result = evaluate(CASES / "models" / "toy-si.nep.txt", CASES / "case-014" / "header-a.extxyz")
-    assert result.values["energy"][0] == pytest.approx(SI2, abs=2e-6)
-
-
-@functools.cache
-def expected(case: int) -> str:
-    return (CASES / f"case-{case:03d}" / "expected.md").read_text()
-
-
-def expected_forces(text: str) -> np.ndarray:
-    rows = re.findall(r"^ +\d+ +(-?\d+\.\d+) +(-?\d+\.\d+) +(-?\d+\.\d+)$", text, re.MULTILINE)
-    return np.array(rows, dtype=float)
-
-
-def expected_virial(text: str) -> np.ndarray:
-    """xx yy zz yz xz xy, eV."""
-    numbers = re.search(r"virial W[^|]*\|([^|]*)\|", text)
-    assert numbers is not None
-    return np.array(numbers[1].split(), dtype=float)
-
-
-def expected_energy(text: str) -> float:
-    energy = re.search(r"\| energy \| (-?\d+\.\d+) eV", text)
-    assert energy is not None
-    return float(energy[1])
+    assert result.values["energy"][0] == pytest.approx(cases.SI2, abs=2e-6)
 
 
 def agrees(result: Predictions, text: str, dtype: str) -> None:
-    energy, force, virial = PER_ATOM[dtype]
+    energy, force, virial = cases.PER_ATOM[dtype]
     n = int(result.counts[0])
-    assert result.values["energy"][0] == pytest.approx(expected_energy(text), abs=energy * n)
-    np.testing.assert_allclose(result.values["forces"], expected_forces(text), rtol=0, atol=force)
+    assert result.values["energy"][0] == pytest.approx(cases.energy(text), abs=energy * n)
+    np.testing.assert_allclose(result.values["forces"], cases.forces(text), rtol=0, atol=force)
     W = result.values["virial"][0]
-    np.testing.assert_allclose(
-        W[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]], expected_virial(text), rtol=0, atol=virial * n
-    )
+    np.testing.assert_allclose(W[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]], cases.virial(text), rtol=0, atol=virial * n)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +68,12 @@ def test_001_charge_model_under_a_plain_tag_has_the_toy_count() -> None:
     assert model.equals(nep_txt.read(CASES / "models" / "toy-si.nep.txt"))
 
 
-@pytest.mark.parametrize("dtype", PER_ATOM)
+@pytest.mark.parametrize("dtype", cases.PER_ATOM)
 def test_002_cutoff_line_without_neighbour_limits(dtype: str) -> None:
     path = CASES / "case-002" / "cutoff-two-values.nep.txt"
     model = nep_txt.read(path)
     assert (model.mn_radial, model.mn_angular) == (None, None)
-    agrees(evaluate(path, CASES / "case-002" / "input.extxyz", dtype), expected(2), dtype)
+    agrees(evaluate(path, CASES / "case-002" / "input.extxyz", dtype), cases.expected(2), dtype)
 
 
 def test_004_missing_header_line() -> None:
@@ -118,11 +86,11 @@ def test_004_missing_header_line() -> None:
     still_healthy()
 
 
-@pytest.mark.parametrize("dtype", PER_ATOM)
+@pytest.mark.parametrize("dtype", cases.PER_ATOM)
 def test_006_third_number_of_the_zbl_line(dtype: str) -> None:
     path = CASES / "case-006" / "zbl-typewise.nep.txt"
     result = evaluate(path, CASES / "case-006" / "input.extxyz", dtype)
-    agrees(result, expected(6), dtype)
+    agrees(result, cases.expected(6), dtype)
 
 
 def test_006_without_the_third_number() -> None:
@@ -130,12 +98,12 @@ def test_006_without_the_third_number() -> None:
     assert result.values["energy"][0] == pytest.approx(30.94330183, abs=2e-6)
 
 
-@pytest.mark.parametrize("dtype", PER_ATOM)
+@pytest.mark.parametrize("dtype", cases.PER_ATOM)
 @pytest.mark.parametrize(
     ("name", "energy"),
     [
-        ("old-421", SI2),
-        ("new-411", SI2),
+        ("old-421", cases.SI2),
+        ("new-411", cases.SI2),
         ("old-420", -3.52172956),
         ("new-410", -3.52172956),
         ("3body-only-300", -5.28442910),
@@ -143,7 +111,7 @@ def test_006_without_the_third_number() -> None:
 )
 def test_008_old_and_new_spelling_of_l_max(name: str, energy: float, dtype: str) -> None:
     result = evaluate(CASES / "case-008" / f"lmax-{name}.nep.txt", CASES / "case-008" / "input.extxyz", dtype)
-    assert result.values["energy"][0] == pytest.approx(energy, abs=2 * PER_ATOM[dtype][0])
+    assert result.values["energy"][0] == pytest.approx(energy, abs=2 * cases.PER_ATOM[dtype][0])
 
 
 def test_008_both_spellings_are_one_model() -> None:
@@ -152,10 +120,10 @@ def test_008_both_spellings_are_one_model() -> None:
         assert first.equals(second)
 
 
-@pytest.mark.parametrize("dtype", PER_ATOM)
+@pytest.mark.parametrize("dtype", cases.PER_ATOM)
 @pytest.mark.parametrize("version", [3, 5])
 def test_009_other_versions(version: int, dtype: str) -> None:
-    third, fifth = expected(9).split("\nnep5:\n")
+    third, fifth = cases.expected(9).split("\nnep5:\n")
     result = evaluate(CASES / "case-009" / f"nep{version}.nep.txt", CASES / "case-009" / "input.extxyz", dtype)
     agrees(result, third if version == 3 else fifth, dtype)
 
@@ -168,10 +136,12 @@ def test_009_body_of_one_version_under_the_tag_of_another(body: int, tag: str) -
     still_healthy()
 
 
-@pytest.mark.parametrize("dtype", PER_ATOM)
+@pytest.mark.parametrize("dtype", cases.PER_ATOM)
 def test_011_flexible_zbl_at_the_end(dtype: str) -> None:
     result = evaluate(CASES / "case-011" / "flexible-zbl.nep.txt", CASES / "case-011" / "input.extxyz", dtype)
-    np.testing.assert_allclose(result.values["energy"], [21.02450408, 31.55908991], rtol=0, atol=2 * PER_ATOM[dtype][0])
+    np.testing.assert_allclose(
+        result.values["energy"], [21.02450408, 31.55908991], rtol=0, atol=2 * cases.PER_ATOM[dtype][0]
+    )
 
 
 def test_011_flexible_zbl_without_its_numbers() -> None:
