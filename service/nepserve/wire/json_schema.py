@@ -91,7 +91,7 @@ class Result(BaseModel):
     energies: list[float] | None = Field(None, description="eV, one for each atom; their sum is the energy.")
     virials: list[Matrix] | None = Field(
         None,
-        description="eV, 3 × 3 for each atom: row r, column gradient, booked on the neighbour. Their sum is the virial.",
+        description="eV, 3 × 3 for each atom, row r, column gradient, booked on the neighbour; sum to the virial.",
     )
     descriptors: list[list[float]] | None = Field(None, description="The model's descriptors of each atom.")
     unavailable: list[Property] | None = Field(

@@ -94,7 +94,8 @@ def unpack_result(data: bytes, counts: NDArray[np.integer[Any]]) -> Predictions:
         return _unpack_result(data, np.asarray(counts, np.int64))
     except WireError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException, MemoryError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError,
+            msgpack.UnpackException) as error:  # fmt: skip
         raise WireError(None, "bad_answer", f"the answer is not a complete MessagePack result: {error}") from error
 
 
@@ -115,8 +116,8 @@ def _unpack_result(data: bytes, counts: NDArray[np.int64]) -> Predictions:
             str(entry["code"]), str(entry["message"]), field=entry.get("field"), atoms=tuple(entry.get("atoms", ()))
         )
         errors[int(entry["index"])] = error
-    failed = np.flatnonzero(np.frombuffer(message["status"], _U1, count=B)).tolist()
-    if failed != sorted(errors):
+    status = np.frombuffer(message["status"], _U1)
+    if len(status) != B or np.flatnonzero(status).tolist() != sorted(errors):
         raise WireError(None, "bad_answer", "the answer's status and errors name different structures")
     stress_known = np.ones(B, bool)
     values: dict[str, NDArray[Any]] = {}
