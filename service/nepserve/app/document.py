@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.openapi.utils import get_openapi
 
-from nepserve.wire import json_schema, problem
+from nepserve.wire import json_schema
+from nepserve.wire.problem import CODES, CONTENT_TYPE
 
 from . import schemas
 
@@ -81,7 +82,7 @@ def _add_evaluate(made: dict[str, Any]) -> None:
     components = made.setdefault("components", {}).setdefault("schemas", {})
     components.update(models)
     problem_schema = schemas.Problem.model_json_schema()
-    problem_schema["properties"]["code"]["enum"] = list(problem.CODES)
+    problem_schema["properties"]["code"]["enum"] = list(CODES)
     components["Problem"] = problem_schema
     components["Load"] = schemas.Load.model_json_schema()
 
@@ -100,7 +101,7 @@ def _speak_of_problems(made: dict[str, Any]) -> None:
             for status, response in responses.items():
                 if status[0] in "45":
                     response["description"] = _TITLES[int(status)]
-                    response["content"] = {problem.CONTENT_TYPE: {"schema": _REFERENCE}}
+                    response["content"] = {CONTENT_TYPE: {"schema": _REFERENCE}}
                     if status in {"429", "503"}:
                         response["headers"] = {
                             "Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}

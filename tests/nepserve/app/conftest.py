@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 import pytest
 
-from nepcore.errors import ModelError, StructureError
 from nepcore.files import nep_txt
 from nepcore.structures import PER_ATOM, PER_STRUCTURE, Predictions, Structures
 from nepcore.synthetic import make_model
@@ -21,6 +19,11 @@ from nepserve.app.factory import create_app
 from nepserve.app.service import Service
 from nepserve.models import Registry, Source, Version
 from nepserve.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from nepcore.errors import ModelError, StructureError
 
 SILICON = {
     "numbers": [14, 14],
