@@ -22,8 +22,8 @@ class Batch:
     Attributes:
         counts: Atoms per structure, (B,) int64, on the host.
         offsets: First atom of each structure and, last, N, (B + 1,) int64, on the host.
-        cells: Completed cells, (B, 3, 3) float64, on the host: vectors of non-periodic directions are replaced by
-            unit vectors orthogonal to the periodic ones.
+        cells: Compact cells of the same lattices, (B, 3, 3) float64, on the host; vectors of non-periodic directions
+            are replaced by unit vectors orthogonal to the periodic ones.
         pbc: (B, 3) bool, on the host.
         positions: Atoms folded into their cells, Å, (N, 3) float64. In non-periodic directions they are counted from
             the lowest atom, so that a structure far from the origin loses no digits and takes no space.
@@ -58,7 +58,7 @@ class Batch:
             types: Type index by atomic number, (256,), as :attr:`nepcore.admission.Admission.types`.
             device: Where the tensors go.
         """
-        cells = complete_cells(structures.cells, structures.pbc)
+        cells = complete_cells(compact_cells(structures.cells, structures.pbc), structures.pbc)
         system = np.repeat(np.arange(len(structures)), structures.counts)
         return cls(
             structures.counts,
@@ -70,6 +70,30 @@ class Batch:
             torch.from_numpy(system).to(device),
             torch.from_numpy(structures.temperatures.copy()).to(device),
         )
+
+
+def compact_cells(cells: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Cells of the same lattices whose periodic vectors are not skewed, (B, 3, 3).
+
+    A vector is shortened by whole multiples of another as long as that helps (Lagrange and Gauss). A strongly skewed
+    cell is thin, and would ask for images far beyond those that matter.
+    """
+    out = cells.copy()
+    for _ in range(100):
+        before = out
+        for a in range(3):
+            for b in range(3):
+                if a == b:
+                    continue
+                along = np.einsum("bi,bi->b", out[:, a], out[:, b])
+                length = np.einsum("bi,bi->b", out[:, b], out[:, b])
+                both = pbc[:, a] & pbc[:, b] & (np.abs(along) > (0.5 + 1e-6) * length)
+                if both.any():
+                    out = out.copy() if out is before else out
+                    out[both, a] -= np.round(along[both] / length[both])[:, None] * out[both, b]
+        if out is before:
+            break
+    return out
 
 
 def complete_cells(cells: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:

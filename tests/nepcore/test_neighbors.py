@@ -88,6 +88,16 @@ def test_awkward_cells(cell: np.ndarray) -> None:
     same(found_pairs(Structures.pack([s]), 5.0)[0], direct_pairs(s, 5.0))
 
 
+def test_a_very_skewed_cell_needs_no_more_images_than_its_lattice() -> None:
+    cell = np.diag([3.0, 3.5, 4.0])
+    skewed = np.array([[1, 0, 0], [5000, 1, 0], [-3000, 7000, 1]]) @ cell
+    positions = np.array([[0.1, 0.2, 0.3], [1.4, 1.5, 2.0]])
+    plain, hard = (Structure.make(["Si", "Si"], positions, c) for c in (cell, skewed))
+    bins = Bins.of(Batch.of(Structures.pack([hard]), TYPES, torch.device("cpu")), 5.0)
+    assert int(bins.entries[0]) < 1000
+    same(found_pairs(Structures.pack([hard]), 5.0)[0], found_pairs(Structures.pack([plain]), 5.0)[0])
+
+
 @pytest.mark.parametrize("d", [4.999999, 5.0, 5.000001, 9.999999, 10.0, 10.000001, 12.5])
 def test_thickness_at_the_cutoff(d: float) -> None:
     s = Structure.make(["Si", "Si"], [[0.1, 0.2, 0.3], [2.4, 0.5, 0.9]], np.diag([d, 11.0, 13.0]))
