@@ -198,14 +198,14 @@ class _Scanner:
         if self.fatal is not None:
             return None
         lines = self._lines
+        if self._frame == 0 and lines:
+            lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
         while self._at < len(lines) and not lines[self._at].strip():
             self._at += 1
         at = self._at
         if at == len(lines):
             return None
         count = lines[at].strip()
-        if self._frame == 0:
-            count = count.removeprefix(b"\xef\xbb\xbf").strip()
         # Digits only: int() would take 1_000, too.
         if not count.isdigit() or len(count) > 18:
             self._stop(at, f"found {shown(count)}, wanted the number of atoms of a frame")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import re
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -125,7 +126,11 @@ def _atom_columns(predictions: Predictions | None, frames: Frames | None) -> lis
         found = [("forces", frames.forces)]
     # Nine digits bring a float32 back exactly; repr is the shortest text that brings back a float64.
     return [
-        (name, "%.9g" if array.dtype == np.float32 else "%r", array.reshape(len(array), -1).T.tolist())
+        (
+            name,
+            "%.9g" if array.dtype == np.float32 else "%r",
+            array.reshape(len(array), prod(array.shape[1:])).T.tolist(),
+        )
         for name, array in found
     ]
 
