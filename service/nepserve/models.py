@@ -198,6 +198,11 @@ def _name_of(path: Path) -> str:
     return name
 
 
+def public_name(key: str) -> str:
+    """The name that a version with this key is, or was, served under."""
+    return key.rpartition("@")[0]
+
+
 @dataclass(eq=False)
 class Version:
     """A model as it is served under a name: one file, one arithmetic.

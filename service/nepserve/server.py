@@ -178,15 +178,15 @@ class _Process:
     async def live(self) -> int:
         """Start, serve, end."""
         from .dispatch import Dispatcher
+        from .scheduler import Scheduler
         from .supervision import EngineGaveUpError, Supervisor
 
         settings = self.settings
         registry = models.Registry(settings.default_model)
-        dispatcher = Dispatcher(
-            max_queue_atoms=settings.max_queue_atoms,
-            max_queue_requests=settings.max_queue_requests,
-            max_batch_ms=settings.max_batch_ms,
-        )
+        scheduler = Scheduler(max_queue_atoms=settings.max_queue_atoms, max_queue_requests=settings.max_queue_requests)
+        if settings.max_batch_ms is not None:
+            scheduler.max_batch_seconds = settings.max_batch_ms / 1000
+        dispatcher = Dispatcher(scheduler)
         supervisor = Supervisor(settings, registry, dispatcher, loader=self.loader)
         # The engine comes first: while it imports what it needs, so does the front.
         keeping = asyncio.create_task(supervisor.run([(s, settings.dtype_of(s.name)) for s in self.sources]))
@@ -200,6 +200,8 @@ class _Process:
 
         keys, secret = keys_of(settings)
         service = Service(settings, registry, dispatcher, supervisor, keys)
+        service.observe()
+        supervisor.on_restart = lambda reason: service.metrics.restarts.inc()  # noqa: ARG005
         server = _server(create_app(service), settings, Connection, self.context)
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
         sweeping = asyncio.create_task(_sweep(service, lambda now: sweep(server.server_state.connections, now)))
@@ -222,6 +224,7 @@ class _Process:
             server.should_exit = True
             await asyncio.wait([serving], timeout=5.0)
             await supervisor.stop(2.0)
+            await dispatcher.close()
             for task in (sweeping, keeping, serving):
                 task.cancel()
             await asyncio.gather(announcing, waiting, sweeping, keeping, serving, return_exceptions=True)

@@ -33,6 +33,9 @@ FAILURE_WINDOW = 600.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 20.0
 """Seconds before an engine is started again: doubled with each failure in the window."""
 
+CPU_BATCH, GPU_BATCH = 0.1, 0.02
+"""Seconds that a batch may take where the settings do not say."""
+
 HEARTBEAT = 2.0
 """Seconds between two looks at the engine."""
 
@@ -49,10 +52,11 @@ class Supervisor:
         registry: Where loaded models are announced.
         dispatcher: Who sends work to the engine.
         loader: Function that loads a model in the engine; see :class:`.engine.EngineLink`.
-        on_restart: Called with the reason when an engine failed.
 
     Attributes:
         restarts: Engines that were started again.
+        pulse: What the engine last said of itself.
+        on_restart: Called with the reason when an engine failed.
     """
 
     def __init__(
@@ -62,15 +66,14 @@ class Supervisor:
         dispatcher: Dispatcher,
         *,
         loader: str = "nepcore:load",
-        on_restart: Callable[[str], None] = lambda reason: None,  # noqa: ARG005
     ) -> None:
         self.settings = settings
         self.registry = registry
         self.dispatcher = dispatcher
         self.restarts = 0
         self.pulse: dict[str, Any] = {}
+        self.on_restart: Callable[[str], None] = lambda reason: None  # noqa: ARG005
         self._loader = loader
-        self._on_restart = on_restart
         self._link: EngineLink | None = None
         self._reason: str | None = "the engine is starting"
         self._first = True
@@ -109,6 +112,12 @@ class Supervisor:
     def _stale(self) -> float:
         return 3.0 * self.settings.probe_interval + 5.0
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of memory that the engine uses, by kind."""
+        memory: dict[str, int] = self.pulse.get("memory", {})
+        return memory
+
     def status(self) -> dict[str, Any]:
         """State of the engine for people, JSON-able; what is not known is left out."""
         link = self._link
@@ -136,7 +145,6 @@ class Supervisor:
             cause = await self._live_once()
             if self._stopping:
                 return
-            self._reason = f"the engine failed and is being started again: {cause}"
             self._note_failure(cause)
             pause = min(FIRST_PAUSE * 2 ** (len(self._failures) - 1), LONGEST_PAUSE)
             log.warning("%s; it is started again in %.1f s", cause, pause)
@@ -199,6 +207,9 @@ class Supervisor:
             async with self._loading:
                 for version in list(self._versions.values()):
                     await self._load(link, version)
+            if settings.max_batch_ms is None:
+                on_gpu = str(link.hardware.get("device", "")).startswith("cuda")
+                self.dispatcher.scheduler.max_batch_seconds = GPU_BATCH if on_gpu else CPU_BATCH
             self.dispatcher.attach(link)
             self._heard = self._probed = time.monotonic()
             self._reason = None
@@ -221,8 +232,8 @@ class Supervisor:
             cause = str(error)
         else:
             cause = "the engine ended"
-        finally:
-            self.dispatcher.detach()
+        self._reason = f"the engine failed and is being started again: {cause}"
+        self.dispatcher.detach(self._reason)
         link.kill(cause)
         if link.pid is not None:
             await link.exited.wait()
@@ -294,7 +305,7 @@ class Supervisor:
         self._failures.append(now)
         while self._failures[0] < now - FAILURE_WINDOW:
             self._failures.popleft()
-        self._on_restart(cause)
+        self.on_restart(cause)
         if len(self._failures) > self.settings.engine_restarts:
             raise EngineGaveUpError(
                 f"the engine failed {len(self._failures)} times in {FAILURE_WINDOW / 60:.0f} minutes, last: {cause}"

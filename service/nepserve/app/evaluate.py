@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
+from nepcore.errors import StructureError
 from nepserve import wire
 from nepserve.wire.request import WireError
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive
 
-    from nepcore.errors import StructureError
     from nepcore.structures import Predictions
     from nepserve.dispatch import Answer
     from nepserve.models import Version
@@ -109,19 +109,21 @@ class Evaluate:
                 raise self._refusal(errors[0])
             answer = None
             if len(structures) and not errors:
-                work = service.dispatcher.evaluate(
-                    version.key, structures, request.properties, client=call.client, priority=priority, timeout=timeout
-                )
-                answer = await _unless_gone(work, receive)
+                job = service.dispatcher.evaluate(
+                    version.key, structures, request.properties,
+                    client=call.client, priority=priority, timeout=timeout, work=version.admission.work(structures),
+                )  # fmt: skip
+                answer = await _unless_gone(job, receive)
                 predictions = answer.predictions
             else:
                 chosen = np.setdiff1d(np.arange(len(structures)), np.fromiter(errors, np.int64, len(errors)))
                 if len(chosen):
-                    work = service.dispatcher.evaluate(
-                        version.key, structures.select(chosen), request.properties,
-                        client=call.client, priority=priority, timeout=timeout,
+                    good = structures.select(chosen)
+                    job = service.dispatcher.evaluate(
+                        version.key, good, request.properties,
+                        client=call.client, priority=priority, timeout=timeout, work=version.admission.work(good),
                     )  # fmt: skip
-                    answer = await _unless_gone(work, receive)
+                    answer = await _unless_gone(job, receive)
                 predictions = scatter(
                     None if answer is None else answer.predictions,
                     chosen,
@@ -144,10 +146,14 @@ class Evaluate:
             answered += _timings(answer)
         return 200, answered, out
 
-    def _errors(self, version: Version, request: wire.Request) -> Mapping[int, StructureError]:
+    def _errors(self, version: Version, request: wire.Request) -> dict[int, StructureError]:
         """What is wrong with the structures of a request, by index: with their form, for the model, for the device."""
-        problems = version.admission.problems(request.structures)
-        return {**problems, **request.errors} if request.errors else problems
+        counts, most = request.structures.counts, self.service.dispatcher.max_atoms
+        errors = version.admission.problems(request.structures)
+        if len(counts) and int(counts.max()) > most:
+            for i in np.flatnonzero(counts > most).tolist():
+                errors[i] = StructureError("too_large", f"{counts[i]:,} atoms; at most {most:,} are taken")
+        return {**errors, **request.errors} if request.errors else errors
 
     def _refusal(self, error: StructureError) -> WireError:
         refusal = WireError.from_structure(error)

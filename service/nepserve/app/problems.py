@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from nepcore.errors import ModelError, ModelFileError, StructureError
+from nepserve.dispatch import DeadlinePassed, Draining
+from nepserve.engine import EngineDown
 from nepserve.models import ModelNameError, ModelNotGivenError, UnknownModelError
+from nepserve.scheduler import QueueFull, TooLarge
 from nepserve.wire.problem import CONTENT_TYPE
 from nepserve.wire.request import WireError
 
@@ -19,7 +22,13 @@ Headers = list[tuple[bytes, bytes]]
 _CONTENT_TYPE = (b"content-type", CONTENT_TYPE.encode())
 
 
-KNOWN = (UnknownModelError, ModelNotGivenError, StructureError, ModelFileError, ModelError, ModelNameError)
+RETRY_SECONDS = 1.0
+"""When to ask again where nobody can say when it will be better."""
+
+KNOWN = (
+    DeadlinePassed, Draining, EngineDown, ModelError, ModelFileError, ModelNameError, ModelNotGivenError, QueueFull,
+    StructureError, TooLarge, UnknownModelError,
+)  # fmt: skip
 """Exceptions that :func:`as_wire_error` has an answer for, besides its own kind."""
 
 
@@ -32,15 +41,37 @@ def as_wire_error(error: Exception) -> WireError | None:
             return WireError(None, "unknown_model", str(error), field="model", models=list(error.served))
         case ModelNotGivenError():
             if not error.served:
-                return WireError(None, "starting", str(error), retry_after=1)
+                return WireError(None, "starting", str(error), retry_after=RETRY_SECONDS)
             return WireError(None, "missing_field", str(error), field="model", models=list(error.served))
         case StructureError():
             return WireError.from_structure(error)
+        case QueueFull():
+            return WireError(
+                None, error.code, f"{error}; ask again after that", retry_after=round(error.retry_after, 3)
+            )
+        case TooLarge():
+            return WireError(None, error.code, str(error), structure=error.structure, max_atoms=error.max_atoms)
+        case Draining():
+            return draining()
+        case DeadlinePassed():
+            return WireError(None, error.code, str(error))
+        case EngineDown():
+            return WireError(None, "engine_down", error.reason, retry_after=RETRY_SECONDS)
         case ModelFileError() | ModelError():
             return WireError(None, "bad_model", str(error), line=getattr(error, "line", None))
         case ModelNameError():
             return WireError(None, "bad_name", str(error), field="name")
     return None
+
+
+def draining() -> WireError:
+    """Refusal of a server that is about to stop."""
+    return WireError(
+        None,
+        "draining",
+        "this server is about to stop; ask another one, or again later",
+        retry_after=RETRY_SECONDS,
+    )
 
 
 def answer(error: WireError, request_id: str) -> tuple[int, Headers, bytes]:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 import nepcore
 from nepserve.wire.request import WireError
 
-from . import metrics, schemas
+from . import metrics, problems, schemas
 from .service import Service
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ async def version(service: Here) -> Response:
 @router.get("/v1/status", tags=["server"], summary="State of the server", response_model=schemas.Status)
 async def status(service: Here) -> Response:
     """Queue, limits, engine."""
-    reason = unready(service)
+    reason = service.unready
     waiting = service.dispatcher.waiting
     content: dict[str, Any] = {
         "ready": reason is None,
@@ -137,18 +137,13 @@ async def live(service: Here) -> Response:
 )
 async def ready(service: Here) -> Response:
     """Only if every model is warm, the engine is alive, and it gave a known answer lately."""
-    reason = unready(service)
+    reason = service.unready
     if reason is not None:
         code = "draining" if service.draining else "starting" if service.engine.starting else "engine_down"
-        raise WireError(None, code, reason, retry_after=1, progress=service.engine.status().get("progress"))
+        raise WireError(
+            None, code, reason, retry_after=problems.RETRY_SECONDS, progress=service.engine.status().get("progress")
+        )
     return JSONResponse({"status": "ready", "models": service.registry.names})
-
-
-def unready(service: Service) -> str | None:
-    """Why the server should get no traffic, in a sentence; None if it should."""
-    if service.draining:
-        return "this server is about to stop"
-    return service.engine.unready
 
 
 @router.get("/metrics", tags=["server"], summary="Prometheus metrics", response_class=Response)

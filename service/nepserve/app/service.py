@@ -7,8 +7,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from nepserve.models import public_name
 from nepserve.wire.request import Limits, WireError
 
+from . import problems
 from .limits import Bodies
 from .metrics import Metrics
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from nepserve.dispatch import Dispatcher
+    from nepserve.engine import Evaluated
     from nepserve.models import Registry, Source, Version
+    from nepserve.scheduler import Batch
     from nepserve.settings import Settings
 
     from .auth import Keys
@@ -33,6 +37,16 @@ class Engine(Protocol):
     @property
     def unready(self) -> str | None:
         """Why the server is not ready, in a sentence; None if it is."""
+        ...
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the engine was heard of."""
+        ...
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of memory that the engine uses, by kind."""
         ...
 
     def status(self) -> dict[str, Any]:
@@ -71,12 +85,42 @@ class Service:
         self.limits = Limits(self.settings.max_body, self.settings.max_structures, self.settings.max_atoms)
         self.bodies = Bodies(self.settings.max_body, self.settings.receive_timeout)
 
+    def observe(self) -> None:
+        """Let the metrics see queue, engine and batches."""
+        metrics, dispatcher = self.metrics, self.dispatcher
+        metrics.gauge("requests_running", "Requests wholly in the engine.", lambda: dispatcher.running)
+        metrics.gauge("requests_waiting", "Requests that wait for it.", lambda: dispatcher.waiting.requests)
+        metrics.gauge("queue_atoms", "Atoms that wait for it.", lambda: dispatcher.waiting.atoms)
+        metrics.gauge("requests_in_flight", "Requests between body and answer.", lambda: self.in_flight)
+        metrics.gauge("ready", "1 if the server is ready.", lambda: float(self.unready is None))
+        metrics.gauge(
+            "engine_heartbeat_age_seconds", "Since the engine was heard of.", lambda: self.engine.heartbeat_age
+        )
+        metrics.memory = lambda: self.engine.memory
+        metrics.models = lambda: [
+            (v.name, v.source.sha256, str(v.info.get("backend", "")), v.dtype) for v in self.registry.versions
+        ]
+
+        def count(batch: Batch, evaluated: Evaluated) -> None:
+            metrics.batch(public_name(batch.model), batch.atoms, batch.fill, evaluated.device_seconds, evaluated.splits)
+
+        dispatcher.on_batch = count
+
+    @property
+    def unready(self) -> str | None:
+        """Why the server should get no traffic, in a sentence; None if it should."""
+        if self.draining:
+            return "this server is about to stop"
+        if not self.dispatcher.healthy:
+            return "requests do not get their turn"
+        return self.engine.unready
+
     async def drain(self, timeout: float) -> int:
         """Take no more work, and wait until what is in flight is answered; how many requests are left after that."""
         if not self.draining:
             self.draining = True
             # What has not arrived whole was not accepted yet.
-            self.bodies.cut(draining())
+            self.bodies.cut(problems.draining())
         end = time.monotonic() + timeout
         while self.in_flight and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -85,13 +129,8 @@ class Service:
     def refuse_unless_serving(self) -> None:
         """Raise 503 while there is nothing to evaluate with, or no more work is taken."""
         if self.draining:
-            raise draining()
+            raise problems.draining()
         if not len(self.registry):
             reason = self.engine.unready
             if reason is not None:
-                raise WireError(None, "starting", reason, retry_after=1)
-
-
-def draining() -> WireError:
-    """Refusal of a server that is about to stop."""
-    return WireError(None, "draining", "this server is about to stop; ask another one, or again later", retry_after=1)
+                raise WireError(None, "starting", reason, retry_after=problems.RETRY_SECONDS)

@@ -62,6 +62,9 @@ class Dispatcher:
         self.hold: asyncio.Event | None = None
         self.asked: list[dict[str, Any]] = []
         self.cancelled = 0
+        self.running = 0
+        self.healthy = True
+        self.on_batch: Callable[..., None] | None = None
 
     async def evaluate(
         self,
@@ -72,9 +75,10 @@ class Dispatcher:
         client: str,
         priority: str,
         timeout: float,
+        work: Any,
     ) -> Answer:
         self.asked.append({"model": model, "structures": structures, "properties": tuple(properties), "client": client,
-                           "priority": priority, "timeout": timeout})  # fmt: skip
+                           "priority": priority, "timeout": timeout, "work": work})  # fmt: skip
         if self.error is not None:
             raise self.error
         if self.hold is not None:
@@ -107,6 +111,8 @@ class Engine:
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
         self.unready: str | None = None
+        self.heartbeat_age = 0.5
+        self.memory = {"resident": 1000}
         self.starting = False
         self.refuses: ModelError | None = None
 
