@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,10 @@ settings.load_profile("repeatable" if os.environ.get("CI") else "searching")
 def no_process_outlives_the_tests() -> Iterator[None]:
     """Fail if a process that a test started still runs when all tests are done, and end it."""
     yield
-    left = _processes()
-    _, left = psutil.wait_procs(left, timeout=_GRACE_SECONDS)
+    end = time.monotonic() + _GRACE_SECONDS
+    # Looked for again, since one that ends may have started another a moment before.
+    while (left := _processes()) and time.monotonic() < end:
+        psutil.wait_procs(left, timeout=0.1)
     described = [_describe(process) for process in left]
     for process in left:
         process.kill()
