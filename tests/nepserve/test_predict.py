@@ -231,7 +231,7 @@ def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
         predict(path, None, tmp_path / "no" / "out.xyz", calculator=Springs(), progress=False)
     with pytest.raises(OutputError, match="Is a directory"):
         predict(path, None, tmp_path, calculator=Springs(), progress=False)
-    with pytest.raises(OutputError, match="exists|Not a directory"):
+    with pytest.raises(OutputError, match=r"exists|Not a directory"):
         predict(path, None, tmp_path / "o.xyz", gpumd_dir=path, calculator=Springs(), progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["in.xyz"]
 
