@@ -1,0 +1,7 @@
+"""The ``fused-cpu`` backend. Needs numba, which is optional: importing this package without it is an ImportError."""
+
+from __future__ import annotations
+
+from .backend import FusedCPU
+
+__all__ = ["FusedCPU"]

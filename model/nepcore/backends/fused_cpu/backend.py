@@ -1,0 +1,93 @@
+"""The ``fused-cpu`` backend: everything of one atom in one pass that stays in the cache."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import neighbors, site
+from .crew import Crew, cores
+from .model import pack, widths
+from .task import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from nepcore.files.nep_txt import NepFile
+    from nepcore.structures import Predictions, Structures
+
+    from .kernels import Results, Wanted
+    from .neighbors import Found
+    from .site import Site
+
+
+@dataclass(frozen=True, eq=False)
+class Desk:
+    """What one thread writes on."""
+
+    crowd: int
+    runs: int
+    found: Found
+    site: Site
+
+
+class FusedCPU:
+    """NEP on CPU cores, compiled by numba for this machine.
+
+    Differences of positions and sums over atoms are float64, everything between is of the compute dtype. Results do
+    not depend on the number of threads, nor on what else is evaluated.
+
+    Args:
+        model: The model.
+        dtype: ``float32`` or ``float64``.
+        threads: Threads to use; None for all cores this process may run on.
+    """
+
+    name = "fused-cpu"
+
+    def __init__(self, model: NepFile, dtype: str = "float32", threads: int | None = None) -> None:
+        self.dtype = dtype
+        self.threads = max(1, cores() if threads is None else threads)
+        self.types = model.admission.types
+        self.widths = widths(model.n_max_angular + 1, dtype)
+        self.model = pack(model, dtype, self.widths)
+        self.crew = Crew(self.threads)
+        # Pieces of different runs may alternate, but not overlap: they share desks and pair arrays.
+        self.lock = threading.Lock()
+        self.crowd = 128
+        self._desks: list[Desk] = []
+        self._neighbor = np.zeros(0, np.int32)
+        self._gradient: Any = np.zeros(0, dtype)
+        self._edge: Any = np.zeros(0, dtype)
+
+    def run(self, structures: Structures, properties: frozenset[str]) -> Generator[int, None, Predictions]:
+        """Evaluate structures that the model's admission let in; see :class:`nepcore.backends.protocol.Backend`."""
+        task = Task(self, structures, properties)
+        yield from task.run()
+        return task.predictions()
+
+    def desk(self, index: int, runs: int) -> Desk:
+        """Arrays of thread ``index``, with room for the largest number of neighbours met so far."""
+        if index == len(self._desks):
+            self._desks.append(self._furnish(runs))
+        elif self._desks[index].crowd < self.crowd or self._desks[index].runs < runs:
+            self._desks[index] = self._furnish(max(runs, self._desks[index].runs))
+        return self._desks[index]
+
+    def _furnish(self, runs: int) -> Desk:
+        return Desk(
+            self.crowd, runs, neighbors.room(self.crowd, runs),
+            site.room(self.model, self.widths, self.crowd, self.dtype),
+        )  # fmt: skip
+
+    def with_pairs(self, results: Results, pairs: int, wanted: Wanted) -> Results:
+        """``results`` with room for ``pairs`` pairs."""
+        if len(self._neighbor) < pairs:
+            self._neighbor = np.empty(pairs + pairs // 4, np.int32)
+            self._gradient = np.empty(3 * len(self._neighbor), self.dtype)
+        if wanted.virials and len(self._edge) < 3 * pairs:
+            self._edge = np.empty(3 * len(self._neighbor), self.dtype)
+        return results._replace(neighbor=self._neighbor, gradient=self._gradient, edge=self._edge)

@@ -1,0 +1,204 @@
+"""The compiled entry points: blocks of atoms, forces on neighbours, sums over structures.
+
+Each of them may be called by several threads at once; they share the work through a counter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from .model import Model, Widths
+from .neighbors import Bins, Found, find
+from .simd import fetch_add
+from .site import Site, evaluate, gather, site_virial, up
+
+
+class Wanted(NamedTuple):
+    """What to compute beside energies."""
+
+    gradient: bool
+    virial: bool
+    virials: bool
+    descriptors: bool
+
+
+class Blocks(NamedTuple):
+    """Pieces of work: consecutive atoms of one structure, and where their pairs go. All int64."""
+
+    structure: Any  # (b,)
+    begin: Any  # first atom
+    end: Any
+    start: Any  # first pair
+    room: Any  # pairs that fit
+    found: Any  # pairs found
+    crowd: Any  # room of one atom's search that would do; 0 if it did
+    first: Any  # atoms at one place, or −1
+    second: Any
+
+
+class Results(NamedTuple):
+    """What comes out, by atom of the block of structures; float64 unless noted. Arrays not wanted are empty."""
+
+    energies: Any  # (N,)
+    own: Any  # (N, 3): force from the atom's own energy
+    pushed: Any  # (N, 3): force, with the opposite sign, from its neighbours' energies
+    virial: Any  # (N, 9): −Σ_j r_ij ⊗ ∂U_i/∂r_ij, booked on the centre
+    virials: Any  # (N, 9): booked on the neighbour
+    descriptors: Any  # compute dtype, (N, D)
+    pair_start: Any  # int64, (N,)
+    pair_count: Any  # int64, (N,)
+    neighbor: Any  # int32, (pairs,)
+    gradient: Any  # compute dtype, (pairs, 3)
+    edge: Any  # compute dtype, (pairs, 3)
+
+
+@njit(error_model="numpy", nogil=True)
+def evaluate_blocks(
+    counter: Any, blocks: Blocks, bins: Bins, model: Model, temperatures: Any, slots: Any, present: Any, found: Found,
+    site: Site, results: Results, wanted: Wanted, widths: Widths,
+) -> None:  # fmt: skip
+    """Energies and edge gradients of the blocks that this call gets hold of."""
+    align = max(len(widths.full), len(widths.functions))
+    squared = model.cutoff * model.cutoff
+    while True:
+        b = fetch_add(counter, 0, 1)
+        if b >= len(blocks.structure):
+            return
+        s = blocks.structure[b]
+        at = blocks.start[b]
+        room = blocks.room[b]
+        pairs = 0
+        blocks.crowd[b] = 0
+        blocks.first[b] = -1
+        for i in range(blocks.begin[b], blocks.end[b]):
+            count = find(bins, s, i, squared, found, _SEARCH)
+            if count < 0:
+                blocks.crowd[b] = max(blocks.crowd[b], -count)
+                pairs -= count
+                continue
+            if wanted.gradient and pairs + count > room:
+                pairs += count
+                continue
+            stride = up(count, align)
+            n, angular, coincident = gather(model, bins, i, count, found, slots, site, stride, align)
+            if coincident >= 0 and blocks.first[b] < 0:
+                blocks.first[b] = i
+                blocks.second[b] = coincident
+            kind = bins.types[i]
+            results.energies[i] = evaluate(
+                model, kind, temperatures[s], site, stride, n, angular, present, wanted.gradient, widths
+            )
+            if wanted.descriptors:
+                for d in range(model.dim):
+                    results.descriptors[i * model.dim + d] = site.q[d] * model.scaler[d]
+            if wanted.gradient:
+                x = 0.0
+                y = 0.0
+                z = 0.0
+                for j in range(n):
+                    gx = site.gradient[j]
+                    gy = site.gradient[stride + j]
+                    gz = site.gradient[2 * stride + j]
+                    x += gx
+                    y += gy
+                    z += gz
+                    results.neighbor[at] = site.neighbor[j]
+                    results.gradient[3 * at] = gx
+                    results.gradient[3 * at + 1] = gy
+                    results.gradient[3 * at + 2] = gz
+                    if wanted.virials:
+                        r = site.geo[3 * stride + j]
+                        results.edge[3 * at] = site.geo[j] * r
+                        results.edge[3 * at + 1] = site.geo[stride + j] * r
+                        results.edge[3 * at + 2] = site.geo[2 * stride + j] * r
+                    at += 1
+                results.own[3 * i] = x
+                results.own[3 * i + 1] = y
+                results.own[3 * i + 2] = z
+                results.pair_start[i] = at - n
+                results.pair_count[i] = n
+                pairs += n
+                if wanted.virial:
+                    site_virial(site, stride, n, widths.full)
+                    for k in range(9):
+                        results.virial[9 * i + k] = site.virial[k]
+        blocks.found[b] = pairs
+
+
+_SEARCH = (0,) * 8
+
+
+class Targets(NamedTuple):
+    """Ranges of atoms that receive forces, and the centres they come from. All int64."""
+
+    low: Any
+    high: Any
+    begin: Any  # first centre
+    end: Any
+    whole: Any  # 1 if no centre has neighbours outside the range
+
+
+@njit(error_model="numpy", nogil=True)
+def push_neighbors(counter: Any, targets: Targets, results: Results, wanted: Wanted) -> None:
+    """Add what centres do to their neighbours: for every atom in the order of the centres, then of their pairs."""
+    while True:
+        t = fetch_add(counter, 0, 1)
+        if t >= len(targets.low):
+            return
+        low = targets.low[t]
+        high = targets.high[t]
+        for i in range(targets.begin[t], targets.end[t]):
+            p = results.pair_start[i]
+            end = p + results.pair_count[i]
+            if targets.whole[t] == 0:
+                p = _lower_bound(results.neighbor, p, end, low)
+                end = _lower_bound(results.neighbor, p, end, high)
+            for q in range(p, end):
+                j = 3 * np.int64(results.neighbor[q])
+                gx = np.float64(results.gradient[3 * q])
+                gy = np.float64(results.gradient[3 * q + 1])
+                gz = np.float64(results.gradient[3 * q + 2])
+                results.pushed[j] += gx
+                results.pushed[j + 1] += gy
+                results.pushed[j + 2] += gz
+                if wanted.virials:
+                    for row in range(3):
+                        r = np.float64(results.edge[3 * q + row])
+                        results.virials[3 * j + 3 * row] -= r * gx
+                        results.virials[3 * j + 3 * row + 1] -= r * gy
+                        results.virials[3 * j + 3 * row + 2] -= r * gz
+
+
+@njit(error_model="numpy")
+def _lower_bound(values: Any, low: int, high: int, wanted: int) -> int:
+    """First place in the ascending stretch ``low`` to ``high`` whose value is not less than ``wanted``."""
+    while low < high:
+        middle = (low + high) // 2
+        if values[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(error_model="numpy", nogil=True)
+def sum_structures(counts: Any, results: Results, wanted: Wanted, energy: Any, virial: Any, forces: Any) -> None:
+    """Energies (B,), virials (B, 9) and forces (N, 3), the latter in the compute dtype."""
+    i = 0
+    for s in range(len(counts)):
+        e = 0.0
+        for k in range(9):
+            virial[9 * s + k] = 0.0
+        for a in range(i, i + counts[s]):
+            e += results.energies[a]
+            if wanted.virial:
+                for k in range(9):
+                    virial[9 * s + k] += results.virial[9 * a + k]
+        energy[s] = e
+        i += counts[s]
+    if wanted.gradient:
+        for k in range(3 * i):
+            forces[k] = results.own[k] - results.pushed[k]
