@@ -42,27 +42,54 @@ class Admission:
             table[NUMBERS[symbol]] = t
         return table
 
+    @cached_property
+    def _known(self) -> NDArray[np.bool_]:
+        """Whether the model knows an element, by atomic number, (256,)."""
+        return self.types >= 0
+
     def problems(self, structures: Structures) -> dict[int, StructureError]:
         """Why structures cannot be evaluated, by index; see also :meth:`Structures.problems`, which this includes."""
+        return self._problems(structures, self.neighbors(structures))
+
+    def work(self, structures: Structures) -> NDArray[np.float64]:
+        """Work of each structure, atoms × (neighbours + 1), (B,)."""
+        return _work(structures, self.neighbors(structures))
+
+    def examine(self, structures: Structures) -> tuple[dict[int, StructureError], NDArray[np.float64]]:
+        """:meth:`problems` and :meth:`work`, at less than the price of both."""
+        neighbors = self.neighbors(structures)
+        return self._problems(structures, neighbors), _work(structures, neighbors)
+
+    def _problems(self, structures: Structures, neighbors: NDArray[np.float64]) -> dict[int, StructureError]:
         found = structures.problems()
-        unknown = np.flatnonzero(self.types[structures.numbers] < 0)
-        for atom in unknown.tolist():
-            i = int(np.searchsorted(structures.offsets, atom, side="right")) - 1
-            k = atom - int(structures.offsets[i])
-            symbol = symbol_of(int(structures.numbers[atom]))
-            known = " ".join(self.elements)
-            reason = f"atom {k + 1}: element {symbol} is not in the model, which knows: {known}"
-            found.setdefault(i, StructureError("unknown_element", reason, field="numbers", atoms=(k,)))
+        known = self._known[structures.numbers]
+        if not known.all():
+            self._note_unknown(structures, known, found)
         if self.temperature:
             for i in np.flatnonzero(np.isnan(structures.temperatures)).tolist():
                 reason = "temperature (K) is missing; this model depends on it"
                 found.setdefault(i, StructureError("missing_temperature", reason, field="temperature"))
-        for i in np.flatnonzero(self.neighbors(structures) > MAX_NEIGHBORS).tolist():
-            reason = (
-                f"cell: more than {MAX_NEIGHBORS:,} neighbours per atom within {self.cutoff:g} Å; the cell is too small"
-            )
-            found.setdefault(i, StructureError("too_dense", reason, field="cell"))
+        if len(neighbors) and neighbors.max() > MAX_NEIGHBORS:
+            for i in np.flatnonzero(neighbors > MAX_NEIGHBORS).tolist():
+                reason = (
+                    f"cell: more than {MAX_NEIGHBORS:,} neighbours per atom within {self.cutoff:g} Å; "
+                    "the cell is too small"
+                )
+                found.setdefault(i, StructureError("too_dense", reason, field="cell"))
         return found
+
+    def _note_unknown(
+        self, structures: Structures, known: NDArray[np.bool_], found: dict[int, StructureError]
+    ) -> None:
+        for atom in np.flatnonzero(~known).tolist():
+            i = int(np.searchsorted(structures.offsets, atom, side="right")) - 1
+            if i in found:
+                continue
+            k = atom - int(structures.offsets[i])
+            symbol = symbol_of(int(structures.numbers[atom]))
+            elements = " ".join(self.elements)
+            reason = f"atom {k + 1}: element {symbol} is not in the model, which knows: {elements}"
+            found[i] = StructureError("unknown_element", reason, field="numbers", atoms=(k,))
 
     def neighbors(self, structures: Structures) -> NDArray[np.float64]:
         """Expected neighbours per atom from the density, (B,): exact for a uniform crystal, a guess elsewhere.
@@ -71,28 +98,41 @@ class Admission:
         about an atom), so that a molecule in a huge box is not taken for empty space.
         """
         B = len(structures)
-        expected = np.zeros(B)
         if not B or not structures.n_atoms:
-            return expected
-        box = np.where(np.isfinite(structures.cells), structures.cells, 0.0)
-        volume = np.abs(np.linalg.det(box))
-        for i in np.flatnonzero(~structures.pbc.all(axis=1)).tolist():
-            volume[i] = _occupied_volume(structures.view(i).positions, box[i], structures.pbc[i])
+            return np.zeros(B)
         sphere = 4.0 / 3.0 * np.pi * self.cutoff**3
-        with np.errstate(divide="ignore", invalid="ignore"):
-            expected = np.where(volume > 0, structures.counts * sphere / volume, 0.0)
+        with np.errstate(all="ignore"):
+            volume = np.abs(np.linalg.det(structures.cells))
+            periodic = structures.pbc.sum(axis=1)
+            if B > 1 or int(periodic[0]) < 3:
+                self._fill(structures, periodic, volume)
+            expected = structures.counts * sphere / volume
+            expected[~(volume > 0)] = 0.0
         # Without periodic images nobody has more neighbours than there are other atoms.
-        isolated = ~structures.pbc.any(axis=1)
-        return np.where(isolated, np.minimum(expected, structures.counts), expected)
+        return np.where(periodic == 0, np.minimum(expected, structures.counts), expected)
 
-    def work(self, structures: Structures) -> NDArray[np.float64]:
-        """Work of each structure, atoms × (neighbours + 1), (B,)."""
-        return structures.counts * (np.minimum(self.neighbors(structures), MAX_NEIGHBORS) + 1.0)
+    def _fill(self, structures: Structures, periodic: NDArray[np.int64], volume: NDArray[np.float64]) -> None:
+        """Replace the volumes of structures that are not periodic in all directions by those that atoms occupy."""
+        isolated = (periodic == 0) & (structures.counts > 0)
+        if isolated.any():
+            # Empty structures have no first atom; they are left out before the reduction.
+            full = np.flatnonzero(structures.counts > 0)
+            starts = structures.offsets[full]
+            extent = np.maximum.reduceat(structures.positions, starts) - np.minimum.reduceat(structures.positions, starts)
+            occupied = np.prod(np.maximum(extent, 2.0), axis=1)
+            chosen = isolated[full]
+            volume[full[chosen]] = np.where(np.isfinite(occupied[chosen]), occupied[chosen], 0.0)
+        for i in np.flatnonzero((periodic > 0) & (periodic < 3)).tolist():
+            volume[i] = _occupied_volume(structures.view(i).positions, structures.cells[i], structures.pbc[i])
+
+
+def _work(structures: Structures, neighbors: NDArray[np.float64]) -> NDArray[np.float64]:
+    return structures.counts * (np.minimum(neighbors, MAX_NEIGHBORS) + 1.0)
 
 
 def _occupied_volume(positions: NDArray[np.float64], cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> float:
     """Volume that the atoms of a partly periodic structure fill, Å³."""
-    periodic = cell[pbc]
+    periodic = np.where(np.isfinite(cell[pbc]), cell[pbc], 0.0)
     if len(periodic):
         # Orthonormal basis whose first vectors span the periodic directions.
         basis, upper = np.linalg.qr(periodic.T, mode="complete")

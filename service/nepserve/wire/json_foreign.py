@@ -43,7 +43,7 @@ def reader(value: dict[str, Any]) -> Callable[[dict[str, Any]], Item] | None:
 
 def _pymatgen(value: dict[str, Any]) -> Item:
     kind = value["@class"]
-    if kind not in {"Structure", "IStructure", "Molecule", "IMolecule"}:
+    if kind not in ("Structure", "IStructure", "Molecule", "IMolecule"):
         raise StructureError(
             "bad_value", f"@class is {describe(kind)}; of pymatgen's objects Structure and Molecule are taken",
             field="@class",

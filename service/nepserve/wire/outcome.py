@@ -168,7 +168,7 @@ def _with_non_finite(
     # Arrays over atoms first: they can say which atom it is.
     for name in sorted(values, key=lambda name: name not in PER_ATOM):
         array = values[name]
-        bad = ~np.isfinite(array.reshape(len(array), -1)).all(axis=1)
+        bad = ~np.isfinite(array).all(axis=tuple(range(1, array.ndim)))
         if name == "stress":
             bad &= predictions.stress_known
         rows = np.flatnonzero(bad)
