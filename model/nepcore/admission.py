@@ -78,9 +78,7 @@ class Admission:
                 found.setdefault(i, StructureError("too_dense", reason, field="cell"))
         return found
 
-    def _note_unknown(
-        self, structures: Structures, known: NDArray[np.bool_], found: dict[int, StructureError]
-    ) -> None:
+    def _note_unknown(self, structures: Structures, known: NDArray[np.bool_], found: dict[int, StructureError]) -> None:
         for atom in np.flatnonzero(~known).tolist():
             i = int(np.searchsorted(structures.offsets, atom, side="right")) - 1
             if i in found:
@@ -118,7 +116,9 @@ class Admission:
             # Empty structures have no first atom; they are left out before the reduction.
             full = np.flatnonzero(structures.counts > 0)
             starts = structures.offsets[full]
-            extent = np.maximum.reduceat(structures.positions, starts) - np.minimum.reduceat(structures.positions, starts)
+            extent = np.maximum.reduceat(structures.positions, starts) - np.minimum.reduceat(
+                structures.positions, starts
+            )
             occupied = np.prod(np.maximum(extent, 2.0), axis=1)
             chosen = isolated[full]
             volume[full[chosen]] = np.where(np.isfinite(occupied[chosen]), occupied[chosen], 0.0)
