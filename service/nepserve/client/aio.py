@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ from .options import (
 from .retry import Attempts, Retry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
     from types import TracebackType
 
     from typing_extensions import Self
@@ -186,7 +187,12 @@ class AsyncClient:
             while start < B:
                 first, start = start, pace.stop(offsets, start)
                 last = start
-                await solve(first, last)
+                try:
+                    await solve(first, last)
+                except BaseException:
+                    # The others find nothing more to do, even one that misses its cancellation.
+                    start = B
+                    raise
                 finished += last - first
                 if progress is not None:
                     progress(finished, len(work.counts))
@@ -264,7 +270,7 @@ class AsyncClient:
             left = attempts.left(time.monotonic())
             sent["X-Request-Timeout"] = f"{max(left, 0.001):.3f}"
             try:
-                answer = await asyncio.wait_for(self._once(method, path, sent, body), max(left, 0.001))
+                answer = await _within(max(left, 0.001), self._once(method, path, sent, body))
             except asyncio.TimeoutError as fault:
                 raise late(url=self.url, request_id=request_id, seconds=timeout) from fault
             except httpx.HTTPError as fault:
@@ -347,6 +353,15 @@ def _system_error(error: BaseException) -> OSError:
             return layer
         layer = layer.__cause__ or layer.__context__
     return ConnectionError(str(error) or type(error).__name__)
+
+
+async def _within(seconds: float, job: Coroutine[Any, Any, Answer]) -> Answer:
+    """The result of ``job``, or ``asyncio.TimeoutError``."""
+    if sys.version_info >= (3, 11):
+        # wait_for of that version may lose a cancellation that comes with the result.
+        async with asyncio.timeout(seconds):
+            return await job
+    return await asyncio.wait_for(job, seconds)
 
 
 async def _together(jobs: list[Any]) -> None:

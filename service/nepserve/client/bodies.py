@@ -182,10 +182,10 @@ def join(work: Work, blocks: Sequence[Predictions], properties: Sequence[str], d
         return _nothing(work, properties, dtype)
     width = max((b.values["descriptors"].shape[1] for b in blocks if "descriptors" in b.values), default=0)
     found = Predictions.concatenate([_complete(block, properties, width) for block in blocks])
+    has_stress = found.stress_known.copy()
+    has_stress[list(found.errors)] = False
     if work.places is None:
-        return Predictions(
-            found.counts, {k: _own(v) for k, v in found.values.items()}, found.stress_known, found.errors
-        )
+        return Predictions(found.counts, {k: _own(v) for k, v in found.values.items()}, has_stress, found.errors)
     atoms = np.repeat(~np.isin(np.arange(B), list(work.rejected)), work.counts)
     values: dict[str, NDArray[Any]] = {}
     for name, array in found.values.items():
@@ -194,7 +194,7 @@ def join(work: Work, blocks: Sequence[Predictions], properties: Sequence[str], d
         spread[where] = array
         values[name] = spread
     known = np.zeros(B, bool)
-    known[work.places] = found.stress_known
+    known[work.places] = has_stress
     errors = work.rejected | {work.index(i): error for i, error in found.errors.items()}
     return Predictions(work.counts, values, known, errors)
 

@@ -129,6 +129,11 @@ class Connection:
         return Answer(status, headers, body)
 
     @property
+    def ready(self) -> bool:
+        """Whether an answer (or the end) has begun to arrive."""
+        return bool(self._rest) or _readable(self._socket)
+
+    @property
     def stale(self) -> bool:
         """Whether it cannot be used again: closed by the server while idle, or inherited through a fork."""
         return not self.keep or self.process != os.getpid() or _readable(self._socket)

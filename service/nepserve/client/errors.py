@@ -262,7 +262,7 @@ def unreachable(
     elif size > 1_000_000 and isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError):
         advice += f" The body has {size / 1e6:.1f} MB; the server or a proxy may take less (evaluate_many sends parts)."
     return ConnectionFailed(
-        f"cannot get an answer from {url}: {str(error) or type(error).__name__}{tried}. {advice}",
+        f"cannot get an answer from {url}: {str(error).rstrip('.') or type(error).__name__}{tried}. {advice}",
         url=url, request_id=request_id, attempts=attempts,
     )  # fmt: skip
 

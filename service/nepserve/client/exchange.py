@@ -136,7 +136,7 @@ class Exchange:
         Args:
             call: The call, sent by :meth:`begin` or not at all yet.
             any_status: Whether an answer other than 200 is returned instead of acted on.
-            grace: Seconds beyond its time in which an answer that is already there may still be read.
+            grace: Seconds in which an answer that is already arriving may be read, even beyond the call's time.
 
         Raises:
             NepserveError: There was no answer, or it was not success.
@@ -146,7 +146,7 @@ class Exchange:
                 call.raise_kept()
                 if call.connection is None:
                     self._send(call)
-                answer = self._receive(call, max(call.ends, time.monotonic() + grace))
+                answer = self._receive(call, grace)
             except Garbled as error:
                 call.drop()
                 raise InvalidAnswer(
@@ -189,9 +189,12 @@ class Exchange:
                 return connection
             connection.close()
 
-    def _receive(self, call: Call, deadline: float) -> Answer:
+    def _receive(self, call: Call, grace: float) -> Answer:
         connection = call.connection
         assert connection is not None
+        deadline = call.ends
+        if grace and connection.ready:
+            deadline = max(deadline, time.monotonic() + grace)
         answer = connection.receive(deadline)
         call.connection = None
         self._reached = True

@@ -6,12 +6,10 @@ import itertools
 import json
 import shutil
 import socketserver
-import ssl
 import subprocess
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -23,7 +21,9 @@ from nepcore.structures import Predictions
 from nepserve import wire
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from nepcore.structures import Structure, Structures
 
@@ -33,21 +33,17 @@ ELEMENTS = {1, 8, 13, 14}
 
 def toy(structure: Structure) -> dict[str, Any]:
     """Energies, forces, virials of φ(r) = √(Z Z') exp(−r²) over all images: smooth, short-ranged, differentiable."""
-    n = len(structure)
     weight = np.sqrt(structure.numbers[:, None].astype(float) * structure.numbers)
-    energies, forces, virials = np.zeros(n), np.zeros((n, 3)), np.zeros((n, 3, 3))
     spans = [range(-4, 5) if periodic else range(1) for periodic in structure.pbc]
-    for shift in itertools.product(*spans):
-        # (i, j, xyz): from atom i to the image of atom j
-        vector = structure.positions[None] - structure.positions[:, None] + np.array(shift, float) @ structure.cell
-        squared = (vector**2).sum(axis=2)
-        phi = weight * np.exp(-squared)
-        if not any(shift):
-            np.fill_diagonal(phi, 0.0)
-        energies += 0.5 * phi.sum(axis=1)
-        slope = -phi[:, :, None] * vector  # of half of φ with the vector
-        forces += 2 * slope.sum(axis=1)
-        virials -= np.einsum("ija,ijb->jab", vector, slope)
+    shifts = np.array([*itertools.product(*spans)], float) @ structure.cell
+    # (image, i, j, xyz): from atom i to that image of atom j
+    vector = structure.positions[None] - structure.positions[:, None] + shifts[:, None, None]
+    phi = weight * np.exp(-(vector**2).sum(axis=3))
+    np.fill_diagonal(phi[len(shifts) // 2], 0.0)
+    energies = 0.5 * phi.sum(axis=(0, 2))
+    slope = -phi[..., None] * vector  # of half of φ with the vector
+    forces = 2 * slope.sum(axis=(0, 2))
+    virials = -np.einsum("sija,sijb->jab", vector, slope)
     energies += 0.01 * structure.numbers + 1e-3 * (structure.temperature or 0.0)
     volume = structure.volume
     virial = virials.sum(axis=0)
@@ -148,6 +144,8 @@ class ToyServer:
         toy_server = self
 
         class Connection(socketserver.StreamRequestHandler):
+            disable_nagle_algorithm = socket_path is None
+
             def handle(self) -> None:
                 toy_server.serve(self)
 
