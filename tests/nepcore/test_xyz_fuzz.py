@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,6 +90,37 @@ def test_mutations(edits: list[tuple[int, int, bytes]]) -> None:
     for at, gone, new in edits:
         data = data[:at] + new + data[at + gone :]
     survives(data)
+
+
+def streamed(data: bytes, skip_bad: bool) -> xyz.Frames | InputFileError:
+    try:
+        blocks = list(xyz.read_blocks(io.BytesIO(data), 1, path="<request>", skip_bad=skip_bad))
+    except InputFileError as error:
+        return error
+    return xyz.Frames.concatenate(blocks)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.tuples(st.integers(0, len(SEED)), st.integers(0, 3), st.sampled_from(TOKENS)), max_size=3),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_a_stream_reads_as_the_whole(edits: list[tuple[int, int, bytes]], chunk: int, skip_bad: bool) -> None:
+    data = SEED
+    for at, gone, new in edits:
+        data = data[:at] + new + data[at + gone :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xyz, "_CHUNK", chunk)
+        found = streamed(data, skip_bad)
+    whole = parsed(data, skip_bad)
+    if isinstance(whole, InputFileError) or isinstance(found, InputFileError):
+        assert str(found) == str(whole)
+        return
+    np.testing.assert_array_equal(found.structures.positions, whole.structures.positions)
+    np.testing.assert_array_equal(found.lines, whole.lines)
+    assert found.comments == whole.comments
+    assert {i: str(e) for i, e in found.errors.items()} == {i: str(e) for i, e in whole.errors.items()}
 
 
 def test_truncations_and_single_bytes() -> None:

@@ -125,7 +125,6 @@ class _Rejoined:
 
 def _taken(scanner: _Scanner, max_atoms: int | None, skip_bad: bool) -> Iterator[Frames]:
     """Blocks that are complete by now; the first fault is raised after the frames before it."""
-    last: InputFileError | None = None
     while raws := scanner.take(max_atoms):
         block = build(scanner.path, raws)
         if block.errors and not skip_bad:
@@ -133,11 +132,11 @@ def _taken(scanner: _Scanner, max_atoms: int | None, skip_bad: bool) -> Iterator
             if first:
                 yield block.select(range(first))
             raise block.errors[first]
-        last = block.errors.get(len(block) - 1)
+        scanner.cause = block.errors.get(len(block) - 1)
         yield block
     if scanner.fatal is not None:
         # After a frame that could not be read, its fault is the cause of what follows.
-        raise last or scanner.fatal
+        raise scanner.cause or scanner.fatal
 
 
 class _Scanner:
@@ -146,11 +145,13 @@ class _Scanner:
     Attributes:
         path: What messages call the file.
         fatal: The fault after which no frame can be told from another.
+        cause: The fault of the frame before, if there is one.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.fatal: InputFileError | None = None
+        self.cause: InputFileError | None = None
         self._lines: list[bytes] = []
         self._tail = b""
         self._at = 0
