@@ -21,7 +21,7 @@ WORKERS ?= 2
 
 RUN := $(VENV)/bin
 PIP = $(RUN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
-CODE := model service tests bench examples
+CODE := model service tests bench examples docker
 SERVE_READY := $(VENV)/.ready-to-serve
 TEST_READY := $(VENV)/.ready-to-test
 BENCH_READY := $(VENV)/.ready-to-bench
@@ -31,7 +31,7 @@ given = $(if $(filter command line,$(origin $(1))),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-full lint format bench docs wheel clean
+.PHONY: help serve test test-full lint format bench docs wheel lock clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,10 @@ docs: $(TEST_READY) ## Build the documentation into site/.
 
 wheel: $(TEST_READY) ## Build the package into dist/.
 	$(RUN)/python -m pip wheel --disable-pip-version-check $(PIP_FLAGS) --quiet --no-deps --wheel-dir dist .
+
+lock: $(TEST_READY) ## Pin what goes into the images to what is installed here.
+	$(RUN)/python docker/lock.py > docker/constraints.txt.new
+	mv docker/constraints.txt.new docker/constraints.txt
 
 clean: ## Remove the virtual environment, caches and everything that was built.
 	rm -rf $(VENV) site dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis
