@@ -4,8 +4,8 @@ It holds no positions and no clock (the time is passed in, in seconds of any clo
 is queued, :meth:`Scheduler.next_batch` gives some of it.
 
 * A batch takes structures of one model up to a bound in atoms (memory) and one in time (work ÷ measured speed), and
-  at least one structure. Work is atoms × (neighbours + 1). A structure over a bound runs alone, marked ``tiled``: the
-  engine cuts it, and interactive batches (``urgent_only``) may run between the pieces.
+  at least one structure. Work is atoms × (neighbours + 1). A structure over a bound runs alone, marked ``tiled``: it
+  takes the engine as long as it takes, and interactive batches (``urgent_only``) run between its tiles.
 * ``interactive`` goes before ``bulk``. A job that needs more than one batch is bulk whatever it says of itself, so
   nobody's upload stands before somebody's single step. While both wait, each interactive batch earns bulk its share
   of the time; once a whole batch is earned, one bulk batch goes first, never two in a row. So bulk does not starve, and
@@ -24,6 +24,7 @@ from math import inf, isnan
 from typing import NamedTuple
 
 from .lanes import MOST_WORK, Job, Line, Load, Priority, Waiting
+from .refusals import QueueFull, Refused, TooLarge
 from .speed import Speed
 
 _QUANTA = 8
@@ -31,45 +32,6 @@ _QUANTA = 8
 
 _RAISE_AFTER = 10.0
 """Seconds after running out of memory, or after the last raise, until a learned limit is raised by a tenth."""
-
-
-class Refused(Exception):  # noqa: N818 -- the name says what happened, not that it is an error of ours
-    """A request that is not taken, for a reason that is not in its structures."""
-
-
-class QueueFull(Refused):
-    """The queue has no room at present.
-
-    Attributes:
-        retry_after: Seconds until the work that is here now will be done, by the measured speed.
-    """
-
-    def __init__(self, retry_after: float) -> None:
-        self.retry_after = retry_after
-        super().__init__(f"the queue is full; its work takes about {retry_after:.3g} s")
-
-    def __reduce__(self) -> tuple[type, tuple[float]]:
-        return type(self), (self.retry_after,)
-
-
-class TooLarge(Refused):
-    """A request that would not be taken by an empty queue either.
-
-    Attributes:
-        max_atoms: Atoms that can be taken: in one structure, or in one request if ``structure`` is None.
-        atoms: Atoms that came.
-        structure: Index of the (first) largest structure, from 0; None if it is the request as a whole.
-    """
-
-    def __init__(self, max_atoms: int, atoms: int, structure: int | None) -> None:
-        self.max_atoms = max_atoms
-        self.atoms = atoms
-        self.structure = structure
-        what = "the request" if structure is None else f"structure {structure + 1}"
-        super().__init__(f"{what} has {atoms:,} atoms; at most {max_atoms:,} can be taken")
-
-    def __reduce__(self) -> tuple[type, tuple[int, int, int | None]]:
-        return type(self), (self.max_atoms, self.atoms, self.structure)
 
 
 class Slice(NamedTuple):
@@ -205,7 +167,7 @@ class Scheduler:
     def next_batch(self, now: float, *, urgent_only: bool = False) -> Batch | None:
         """The next batch, or None if nothing waits. What has expired is not in it, but for :meth:`expire` to tell.
 
-        With ``urgent_only`` it is an interactive one, fit to run between the tiles of another, or None. Every batch is
+        With ``urgent_only`` it is an interactive one, to run between the tiles of a bulk batch, or None. Every batch is
         to be given back to :meth:`finished` or :meth:`failed`.
         """
         self._sweep(now)
@@ -220,8 +182,6 @@ class Scheduler:
         if batch is None:
             return None
         self._running.add(batch)
-        if urgent_only:
-            return batch
         self._bulk_was_last = batch.priority == "bulk"
         if self._bulk_was_last:
             self._earned = max(0.0, self._earned - batch.seconds)
@@ -267,6 +227,11 @@ class Scheduler:
         """Bound of a batch of this model, atoms."""
         return min(self._limits[model][0], self.max_batch_atoms) if model in self._limits else self.max_batch_atoms
 
+    @property
+    def measured_models(self) -> list[str]:
+        """Models of which a speed was measured."""
+        return list(self._speeds)
+
     def speed(self, model: str) -> float:
         """Work per second in batches that last about as long as they may."""
         return self._speeds[model].within(self.max_batch_seconds) if model in self._speeds else self.prior_speed
@@ -281,6 +246,11 @@ class Scheduler:
         for batch in self._running:
             work[batch.model] += batch.work
         return sum(w / self.speed(model) for model, w in work.items())
+
+    @property
+    def queued(self) -> int:
+        """Jobs with structures that were not handed out."""
+        return len(self._jobs)
 
     def waiting(self, priority: Priority | None = None) -> Load:
         """What waits, in all or at one priority (where jobs that need more than one batch count as bulk)."""

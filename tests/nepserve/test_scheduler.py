@@ -152,10 +152,9 @@ class Account(RuleBasedStateMachine):
         assert not batch.tiled or (batch.structures == 1 and batch.priority == "bulk")
         if urgent:
             assert batch.priority == "interactive"
-        else:
-            if batch.priority == "bulk" and interactive and scheduler.waiting("interactive").requests:
-                assert not self.bulk_was_last
-            self.bulk_was_last = batch.priority == "bulk"
+        if batch.priority == "bulk" and interactive and scheduler.waiting("interactive").requests:
+            assert not self.bulk_was_last
+        self.bulk_was_last = batch.priority == "bulk"
         self.running.append(batch)
 
     @precondition(lambda self: self.running)
@@ -409,7 +408,7 @@ def test_interactive_jobs_wait_for_one_bulk_batch_at_most(data: st.DataObject) -
             scheduler.finished(engine.pop(0), 0.0, None)
 
 
-def test_urgent_batches_are_interactive_only_and_leave_the_earnings_alone() -> None:
+def test_urgent_batches_are_interactive_only_and_earn_like_others() -> None:
     scheduler = make()
     scheduler.submit(job(0, counts=[5], work=[5000]), 0.0)
     scheduler.submit(job(1, counts=[5, 5], work=[60, 60], priority="bulk"), 0.0)
@@ -418,13 +417,13 @@ def test_urgent_batches_are_interactive_only_and_leave_the_earnings_alone() -> N
     assert large.tiled
     assert large.priority == "bulk"
     assert scheduler.next_batch(0.0, urgent_only=True) is None
-    for i in range(2, 30):
+    for i in range(2, 10):
         scheduler.submit(job(i, work=[100]), 0.0)
         urgent = scheduler.next_batch(0.0, urgent_only=True)
         assert urgent is not None
         assert urgent.slices == (Slice(i, 0, 1),)
-    scheduler.submit(job(30, work=[100]), 0.0)
-    assert [b.priority for b in drain(scheduler)] == ["interactive", "bulk", "bulk"]
+    scheduler.submit(job(10, work=[100]), 0.0)
+    assert [b.priority for b in drain(scheduler)] == ["bulk", "interactive", "bulk"]
 
 
 def test_a_job_that_no_longer_fits_one_batch_moves_to_bulk() -> None:
