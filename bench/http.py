@@ -75,7 +75,8 @@ FORMATS: dict[str, Callable[[Structures], tuple[bytes, str, str]]] = {
 def start_server(threads: int) -> tuple[subprocess.Popen[bytes], int, float]:
     """Serve the silicon model on a free port; returns the process, the port and the seconds until it was ready."""
     command = [
-        sys.executable, "-c", "from nepserve.cli import main; main()", "serve", f"si={systems.MODELS['si5']}", "--port", "0", "--device", "cpu",
+        *(sys.executable, "-c", "from nepserve.cli import main; main()"),
+        *("serve", f"si={systems.MODELS['si5']}", "--port", "0", "--device", "cpu"),
         "--threads", str(threads),
     ]  # fmt: skip
     begin = time.perf_counter()

@@ -13,7 +13,7 @@ import torch
 from .backends import resolve
 from .errors import ModelError, StructureError
 from .files import nep_txt
-from .potential import NEP
+from .potential import DTYPES
 from .structures import DEFAULT_PROPERTIES, PER_ATOM, PROPERTIES, Predictions, Structure, Structures
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from .backends.protocol import Backend
     from .files.nep_txt import NepFile
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 _CPU_WORKING_SET = 48e6
 """Bytes of intermediate arrays on a CPU: about what stays in its caches; more is slower, not faster."""
@@ -65,8 +63,7 @@ class Calculator:
         if dtype not in DTYPES:
             raise ModelError(f"dtype must be float32 or float64, not {dtype!r}")
         where = _find_device(device)
-        potential = NEP(model, DTYPES[dtype]).to(where)
-        made = resolve.make(backend, potential, model.admission, _memory(where) if memory is None else memory)
+        made = resolve.make(backend, model, where, dtype, _memory(where) if memory is None else memory)
         return cls(model, made, str(where), dtype)
 
     @property

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from .files.nep_txt import NepFile
 
 
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+"""Arithmetic by its name."""
+
+
 class NEP(nn.Module):
     """A neuroevolution potential: descriptors, networks and ZBL tables of one model file.
 

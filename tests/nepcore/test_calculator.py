@@ -26,7 +26,7 @@ MODELS = {
     ),
 }
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-every_backend = pytest.mark.parametrize("backend", resolve.NAMES)
+every_backend = pytest.mark.parametrize("backend", resolve.CONTRACTIONS)
 
 
 def energies_of(calculator: Calculator, items: list[Structure]) -> np.ndarray:

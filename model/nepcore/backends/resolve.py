@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from nepcore.errors import ModelError
+from nepcore.potential import DTYPES, NEP
 
 from . import bmm, loop, mulsum
 from .pairwise import PairwiseBackend
 
 if TYPE_CHECKING:
-    from nepcore.admission import Admission
     from nepcore.backends.protocol import Backend, Contraction
-    from nepcore.potential import NEP
+    from nepcore.files.nep_txt import NepFile
 
 CONTRACTIONS: dict[str, Contraction] = {"loop": loop.contract, "bmm": bmm.contract, "mulsum": mulsum.contract}
 """Ways to contract basis and coefficients, by the name of the backend built on them."""
 
-NAMES: tuple[str, ...] = tuple(CONTRACTIONS)
+FUSED_CPU = "fused-cpu"
+"""Name of the numba backend, :mod:`nepcore.backends.fused_cpu`."""
+
+NAMES: tuple[str, ...] = (*CONTRACTIONS, FUSED_CPU)
 
 _LOOP_TYPES = 20
 _GPU_MULSUM_TYPES = 32
@@ -33,19 +38,29 @@ def by_rule(device_type: str, n_types: int) -> str:
     return "loop" if n_types < _LOOP_TYPES else "bmm"
 
 
-def make(name: str, potential: NEP, admission: Admission, memory: float) -> Backend:
+def make(name: str, model: NepFile, device: torch.device, dtype: str, memory: float) -> Backend:
     """Build a backend.
 
     Args:
         name: One of :data:`NAMES`, or ``auto``.
-        potential: Parameters, on the device and in the dtype to compute with.
-        admission: The model's door.
+        model: The model.
+        device: Where it computes.
+        dtype: ``float32`` or ``float64``.
         memory: Bytes for intermediate arrays.
 
     Raises:
-        ModelError: No backend of that name.
+        ModelError: No backend of that name, or none for that device.
     """
-    chosen = by_rule(potential.q_scaler.device.type, len(potential.elements)) if name == "auto" else name
+    chosen = by_rule(device.type, len(model.elements)) if name == "auto" else name
+    if chosen == FUSED_CPU:
+        if device.type != "cpu":
+            raise ModelError(f"the backend {FUSED_CPU} computes on a CPU, not on {device}")
+        try:
+            from .fused_cpu import FusedCPU
+        except ImportError as error:
+            raise ModelError(f"the backend {FUSED_CPU} needs the package numba: {error}") from error
+        return FusedCPU(model, dtype, torch.get_num_threads())
     if chosen not in CONTRACTIONS:
         raise ModelError(f"there is no backend {name!r}; there are: auto, {', '.join(NAMES)}")
-    return PairwiseBackend(chosen, potential, admission, CONTRACTIONS[chosen], memory)
+    potential = NEP(model, DTYPES[dtype]).to(device)
+    return PairwiseBackend(chosen, potential, model.admission, CONTRACTIONS[chosen], memory)
