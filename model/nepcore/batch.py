@@ -142,6 +142,6 @@ def fold(
     return positions - _rows_times(moved, cells[system])
 
 
-def _rows_times(rows: NDArray[np.float64], matrices: NDArray[np.float64]) -> NDArray[np.float64]:
+def _rows_times(rows: NDArray[np.floating], matrices: NDArray[np.floating]) -> NDArray[np.float64]:
     """Row vectors times their own matrices, in one order of summation whatever the number of rows."""
     return rows[:, 0, None] * matrices[:, 0] + rows[:, 1, None] * matrices[:, 1] + rows[:, 2, None] * matrices[:, 2]
