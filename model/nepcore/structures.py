@@ -218,7 +218,7 @@ class Structures:
         B = len(n)
         box = np.zeros((B, 3, 3)) if cells is None else np.ascontiguousarray(cells, dtype=np.float64)
         if pbc is None:
-            periodic = np.repeat((box.reshape(B, -1) != 0).any(axis=1)[:, None], 3, axis=1)
+            periodic = np.repeat((box != 0).any(axis=(1, 2))[:, None], 3, axis=1)
         else:
             periodic = np.ascontiguousarray(pbc).astype(bool, copy=False)
         heat = np.full(B, np.nan) if temperatures is None else np.ascontiguousarray(temperatures, dtype=np.float64)

@@ -2,7 +2,8 @@
 
 The "file" it loads is JSON: the text of it, or the path of a file that holds it. All keys may be left out:
 
-    elements, cutoff, temperature     as in a model
+    elements, cutoff, temperature     as in a model; elements are C, Si and Ge, without those that have a fault, so
+                                      that the warm-up goes well
     tile                              atoms of a tile (default 256)
     seconds, seconds_per_atom         time a tile takes, s
     nothing                           no arithmetic at all: energy is 0 and forces are the negative positions
@@ -14,8 +15,9 @@ The "file" it loads is JSON: the text of it, or the path of a file that holds it
 
 Faults: ``raise`` (an exception nobody expects), ``refuse`` (a StructureError in band), ``refuse_all`` (the same
 raised), ``nan`` (a force that is not finite), ``nan_energy`` (an energy that is not), ``exit`` (the process ends with
-code 13), ``kill`` (SIGKILL), ``hang`` (no tile ever ends), ``lost`` (a device error that stays), ``no_memory`` (out of
-memory whatever the size), ``slow`` (0.05 s a tile), ``chatter`` (a megabyte on stderr), ``model`` (a ModelError).
+code 13), ``kill`` (SIGKILL), ``abort`` (SIGABRT), ``hang`` (no tile ever ends), ``lost`` (a device error that stays),
+``no_memory`` (out of memory whatever the size), ``slow`` (0.05 s a tile), ``chatter`` (a megabyte on stderr),
+``model`` (a ModelError).
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ class ToyCalculator:
         self.options = options
         self.device = "cpu" if device == "auto" else device
         self.dtype = dtype
+        healthy = [symbol for symbol in ("C", "Si", "Ge") if symbol not in options.get("faults", {})]
         self.model = ToyModel(
-            tuple(options.get("elements", ("C", "Si", "Ge"))),
+            tuple(options.get("elements", healthy)),
             float(options.get("cutoff", 5.0)),
             bool(options.get("temperature", False)),
         )
@@ -128,6 +131,8 @@ class ToyCalculator:
             os._exit(13)
         if "kill" in present:
             os.kill(os.getpid(), signal.SIGKILL)
+        if "abort" in present:
+            os.abort()
         if "hang" in present:
             time.sleep(1e6)
         if "lost" in present:
@@ -182,13 +187,13 @@ def _predictions(
         elif name == "forces":
             values[name] = forces.copy()
         elif name == "stress":
-            values[name] = np.where(known[:, None], 0.001 * sums[:, None] * np.arange(6), np.nan)
+            values[name] = np.where(known[:, None], 0.001 * sums[:, None] * np.arange(1, 7), np.nan)
         elif name in PER_STRUCTURE:
-            values[name] = np.broadcast_to(sums[:, None, None] * np.eye(3), (B, 3, 3)).copy()
+            values[name] = np.broadcast_to(sums[:, None, None] * np.ones((3, 3)), (B, 3, 3)).copy()
         elif name == "descriptors":
             values[name] = np.outer(energies, np.arange(1, 5))
         elif name in PER_ATOM:
-            values[name] = np.broadcast_to(energies[:, None, None] * np.eye(3), (N, 3, 3)).copy()
+            values[name] = np.broadcast_to(energies[:, None, None] * np.ones((3, 3)), (N, 3, 3)).copy()
         else:
             raise ModelError(f"unknown property {name!r}")
     for i in errors:

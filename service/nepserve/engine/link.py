@@ -322,16 +322,20 @@ class EngineLink:
         self._unsent.append(outgoing)
 
     def _writable(self) -> None:
-        while self._unsent and self._sent(self._unsent[0]):
+        while self._unsent:
+            if not self._sent(self._unsent[0]) or self.state == "down":
+                return
             self._unsent.popleft()
-        if not self._unsent:
-            self._loop.remove_writer(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
 
     def _sent(self, outgoing: Outgoing) -> bool:
         try:
             return outgoing.send(self._sock)
         except Closed:
             # What it said before its end is still to be read, and after that the end: then all requests fail.
+            return True
+        except OSError as error:
+            self.kill(f"nothing can be sent to it: {error}")
             return True
 
     def _readable(self) -> None:
@@ -341,9 +345,7 @@ class EngineLink:
             self._lost("")
             return
         except Exception as error:  # whatever it is, nothing that comes after it can be read
-            assert self._process is not None
-            self._process.kill()
-            self._lost(f"its answer could not be read: {error}")
+            self.kill(f"its answer could not be read: {error}")
             return
         self._heard = True
         for message in messages:

@@ -241,7 +241,10 @@ class Channel:
             if end > have:
                 self._make_room(end - start)
                 break
-            header = msgpack.unpackb(self._view[body:end], strict_map_key=False)
+            try:
+                header = msgpack.unpackb(self._view[body:end], strict_map_key=False)
+            except ValueError as error:
+                raise ProtocolError(f"a header cannot be read: {error}") from error
             if flags & _IN_ARENA:
                 found.append(self._message(header, self._borrow(number, size, new=bool(flags & _NEW_ARENA))))
                 start = end
