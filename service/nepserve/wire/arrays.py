@@ -101,7 +101,7 @@ def assemble(
     else:
         if cell.size != 9 * B:
             raise _wrong_size("cell", cell, 9 * B, f"there are {B} structures, shape ({B}, 3, 3)")
-        box = cell.reshape(B, 3, 3).astype(np.float64, copy=False)
+        box = _as_float64(cell).reshape(B, 3, 3)
     assumed = None
     if pbc is None:
         periodic = np.repeat((box != 0).any(axis=(1, 2))[:, None], 3, axis=1)
@@ -122,16 +122,24 @@ def assemble(
     else:
         if temperature.size != B:
             raise _wrong_size("temperature", temperature, B, f"there are {B} structures")
-        heat = temperature.reshape(B).astype(np.float64, copy=False)
+        heat = _as_float64(temperature).reshape(B)
     block = Structures(
         counts.astype(np.int64, copy=False),
         numbers.reshape(total),
-        positions.reshape(total, 3).astype(np.float64, copy=False),
+        _as_float64(positions).reshape(total, 3),
         box,
         periodic,
         heat,
     )
     return block, assumed
+
+
+def _as_float64(array: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    if array.dtype == np.float64:
+        return array.astype(np.float64, copy=False)
+    # A signalling NaN would make the conversion warn; whoever checks the numbers finds it.
+    with np.errstate(invalid="ignore"):
+        return array.astype(np.float64)
 
 
 def _wrong_size(name: str, found: NDArray[Any], wanted: int, reason: str) -> WireError:

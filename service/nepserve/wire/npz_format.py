@@ -1,14 +1,14 @@
 """The npz form: the arrays of a block by name in a zip archive, as :func:`numpy.savez` writes it.
 
-The archive's directory is checked before anything is unpacked, and headers of arrays are read as literals: nothing in
-an archive is ever executed, and nothing is larger in memory than the limit.
+The archive's directory is checked before anything is unpacked, and nothing in an archive is ever evaluated or larger in
+memory than the limit.
 """
 
 from __future__ import annotations
 
-import ast
 import io
 import math
+import re
 import struct
 import zipfile
 import zlib
@@ -116,22 +116,38 @@ def _array(content: bytes, name: str) -> NDArray[Any]:
     length = int.from_bytes(content[8:start], "little")
     if length > _MAX_HEADER or start + length > len(content) or content[6] > 3:
         raise WireError(None, "bad_npz", f"the header of {name} cannot be read", field=name)
-    try:
-        header = ast.literal_eval(content[start : start + length].decode("latin-1").strip())
-        descr, order, shape = header["descr"], header["fortran_order"], header["shape"]
-        plain = isinstance(descr, str) and isinstance(order, bool) and isinstance(shape, tuple) and len(header) == 3
-        plain = plain and len(shape) <= 3 and all(type(n) is int and 0 <= n < 2**40 for n in shape)
-        dtype = np.dtype(descr) if plain else None
-    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError, OverflowError):
-        dtype = None
-    if dtype is None or dtype.kind not in "biufUS" or dtype.itemsize == 0:
+    header = _header(content[start : start + length].decode("latin-1"))
+    if header is None:
         raise WireError(None, "bad_npz", f"{name} is not an array of numbers or text", field=name)
+    dtype, order, shape = header
     data = memoryview(content)[start + length :]
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise WireError(
             None, "bad_npz", f"{name} has {len(data)} bytes of data; its header says {shape} of {dtype}", field=name
         )
-    return np.frombuffer(data, dtype).reshape(shape, order="F" if order else "C")
+    return np.frombuffer(data, dtype).reshape(shape, order=order)
+
+
+_DESCR = re.compile(r"""['"]descr['"]\s*:\s*['"]([<>|=]?[biufUS]\d{1,6})['"]""")
+_ORDER = re.compile(r"""['"]fortran_order['"]\s*:\s*(True|False)""")
+_SHAPE = re.compile(r"""['"]shape['"]\s*:\s*\(\s*((?:\d{1,12}\s*(?:,\s*|(?=\)))){0,3})\)""")
+_REST = re.compile(r"\s*\{[\s,]*\}\s*")
+
+
+def _header(text: str) -> tuple[np.dtype[Any], Literal["F", "C"], tuple[int, ...]] | None:
+    """Type, order and shape of an array of numbers or text; None for anything else. Nothing is evaluated."""
+    descr, order, shape = _DESCR.search(text), _ORDER.search(text), _SHAPE.search(text)
+    if descr is None or order is None or shape is None:
+        return None
+    if not _REST.fullmatch(_SHAPE.sub("", _ORDER.sub("", _DESCR.sub("", text, 1), 1), 1)):
+        return None
+    try:
+        dtype = np.dtype(descr[1])
+    except TypeError:
+        return None
+    if dtype.itemsize == 0:
+        return None
+    return dtype, "F" if order[1] == "True" else "C", tuple(int(n) for n in re.findall(r"\d+", shape[1]))
 
 
 def _shaped(found: dict[str, NDArray[Any]], name: str, ndim: int | None) -> NDArray[Any]:
