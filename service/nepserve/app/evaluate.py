@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -21,12 +21,13 @@ from .limits import ClientGone
 from .results import scatter
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
     from typing import TypeVar
 
+    from numpy.typing import NDArray
     from starlette.types import Receive
 
-    from nepcore.structures import Predictions
+    from nepcore.structures import Predictions, Structures
     from nepserve.dispatch import Answer
     from nepserve.models import Version
     from nepserve.scheduler import Priority
@@ -45,6 +46,32 @@ PATIENCE = 0.05
 """Seconds a request may wait before somebody looks whether its client is still there."""
 
 
+class Wish(NamedTuple):
+    """What the headers of a request say."""
+
+    content_type: str
+    accept: str
+    query: Mapping[str, str]
+    priority: Priority
+    timeout: float
+
+
+class Examined(NamedTuple):
+    """A request as its model sees it.
+
+    Attributes:
+        errors: What is wrong with structures, by index: with their form, for the model, for the device.
+        chosen: Indices of the others; None if there is nothing wrong.
+        block: The others.
+        work: Work of each of them.
+    """
+
+    errors: dict[int, StructureError]
+    chosen: NDArray[np.int64] | None
+    block: Structures
+    work: NDArray[np.float64]
+
+
 class Evaluate:
     """The endpoint."""
 
@@ -55,105 +82,92 @@ class Evaluate:
         """Status, headers and body of the answer.
 
         Raises:
-            WireError, UnknownModelError, ModelNotGivenError: The request cannot be answered.
+            WireError, and whatever else :func:`.problems.as_wire_error` knows: The request cannot be answered.
             ClientGone: Nobody waits for the answer.
         """
         service = self.service
-        headers = call.headers
         if call.method != "POST":
             raise WireError(None, "method_not_allowed", f"{call.method} is not for this address", allow=["POST"])
         service.refuse_unless_serving()
-        accept = headers.get(b"accept", b"*/*").decode("latin-1")
-        content_type = headers.get(b"content-type", b"").decode("latin-1")
-        priority, timeout = _priority(headers), _timeout(headers, service.settings.request_timeout)
-        query = _query(query_string)
-        wire.negotiate(accept, content_type)
-        body = await service.bodies.read(receive, headers)
+        wish = _wish(call.headers, query_string, service.settings.request_timeout)
+        # What cannot be read or answered in any case is refused before it is sent.
+        wire.negotiate(wish.accept, wish.content_type)
+        body = await service.bodies.read(receive, call.headers)
         service.in_flight += 1
         try:
-            return await self._evaluated(call, receive, body, content_type, accept, query, priority, timeout)
+            service.refuse_unless_serving()
+            large = len(body) > LARGE_BODY
+            request = await _run(large, self._decode, body, wish)
+            del body
+            version = service.registry.get(request.model)
+            call.model = version.name
+            version.acquire()
+            try:
+                return await self._evaluated(call, receive, wish, request, version, large)
+            finally:
+                version.release()
         finally:
             service.in_flight -= 1
 
     async def _evaluated(
-        self,
-        call: Call,
-        receive: Receive,
-        body: bytes,
-        content_type: str,
-        accept: str,
-        query: dict[str, str],
-        priority: Priority,
-        timeout: float,
+        self, call: Call, receive: Receive, wish: Wish, request: wire.Request, version: Version, large: bool
     ) -> tuple[int, Headers, bytes]:
-        service = self.service
-        service.refuse_unless_serving()
-        large = len(body) > LARGE_BODY
-        if large:
-            request = await asyncio.to_thread(wire.decode, content_type, body, limits=service.limits, query=query)
-        else:
-            request = wire.decode(content_type, body, limits=service.limits, query=query)
-        del body
-        version = service.registry.get(request.model)
-        call.model = version.name
-        version.acquire()
-        try:
-            if request.errors:
-                request = request.with_elements(version.source.file.elements)
-                request.refuse_single()
-            structures = request.structures
-            errors = (
-                (await asyncio.to_thread(self._errors, version, request)) if large else self._errors(version, request)
-            )
-            if request.single and errors:
-                raise self._refusal(errors[0])
-            answer = None
-            if len(structures) and not errors:
-                job = service.dispatcher.evaluate(
-                    version.key, structures, request.properties,
-                    client=call.client, priority=priority, timeout=timeout, work=version.admission.work(structures),
-                )  # fmt: skip
-                answer = await _unless_gone(job, receive)
-                predictions = answer.predictions
-            else:
-                chosen = np.setdiff1d(np.arange(len(structures)), np.fromiter(errors, np.int64, len(errors)))
-                if len(chosen):
-                    good = structures.select(chosen)
-                    job = service.dispatcher.evaluate(
-                        version.key, good, request.properties,
-                        client=call.client, priority=priority, timeout=timeout, work=version.admission.work(good),
-                    )  # fmt: skip
-                    answer = await _unless_gone(job, receive)
-                predictions = scatter(
-                    None if answer is None else answer.predictions,
-                    chosen,
-                    structures,
-                    errors,
+        if request.errors:
+            request = request.with_elements(version.source.file.elements)
+            request.refuse_single()
+        examined = await _run(large, self._examine, version, request)
+        if request.single and examined.errors:
+            raise self._refusal(examined.errors[0])
+        answer = None
+        if len(examined.block):
+            answer = await _unless_gone(
+                self.service.dispatcher.evaluate(
+                    version.key,
+                    examined.block,
                     request.properties,
-                    version.source.file.dim,
-                )
-            self._count(version, predictions, answer)
-            if request.single and predictions.errors:
-                raise self._refusal(predictions.errors[0])
-            if large or structures.n_atoms > LARGE_BLOCK:
-                media_type, out = await asyncio.to_thread(wire.encode, request, predictions, accept, version.name)
-            else:
-                media_type, out = wire.encode(request, predictions, accept, version.name)
-        finally:
-            version.release()
-        answered: Headers = [(b"content-type", media_type.encode()), (b"content-length", b"%d" % len(out))]
+                    client=call.client,
+                    priority=wish.priority,
+                    timeout=wish.timeout,
+                    work=examined.work,
+                ),
+                receive,
+            )
+        if answer is not None and examined.chosen is None:
+            predictions = answer.predictions
+        else:
+            predictions = scatter(
+                None if answer is None else answer.predictions,
+                examined.chosen,
+                request.structures,
+                examined.errors,
+                request.properties,
+                version.source.file.dim,
+            )
+        self._count(version, predictions, answer)
+        if request.single and predictions.errors:
+            raise self._refusal(predictions.errors[0])
+        large = large or request.structures.n_atoms > LARGE_BLOCK
+        media_type, body = await _run(large, wire.encode, request, predictions, wish.accept, version.name)
+        headers: Headers = [(b"content-type", media_type.encode()), (b"content-length", b"%d" % len(body))]
         if answer is not None:
-            answered += _timings(answer)
-        return 200, answered, out
+            headers += _timings(answer)
+        return 200, headers, body
 
-    def _errors(self, version: Version, request: wire.Request) -> dict[int, StructureError]:
-        """What is wrong with the structures of a request, by index: with their form, for the model, for the device."""
-        counts, most = request.structures.counts, self.service.dispatcher.max_atoms
-        errors = version.admission.problems(request.structures)
+    def _decode(self, body: bytes, wish: Wish) -> wire.Request:
+        return wire.decode(wish.content_type, body, limits=self.service.limits, query=wish.query)
+
+    def _examine(self, version: Version, request: wire.Request) -> Examined:
+        structures = request.structures
+        errors, work = version.admission.examine(structures)
+        counts, most = structures.counts, self.service.dispatcher.max_atoms
         if len(counts) and int(counts.max()) > most:
             for i in np.flatnonzero(counts > most).tolist():
                 errors[i] = StructureError("too_large", f"{counts[i]:,} atoms; at most {most:,} are taken")
-        return {**errors, **request.errors} if request.errors else errors
+        errors.update(request.errors)
+        if not errors:
+            return Examined(errors, None, structures, work)
+        chosen = np.setdiff1d(np.arange(len(structures)), np.fromiter(errors, np.int64, len(errors)))
+        return Examined(errors, chosen, structures.select(chosen), work[chosen])
 
     def _refusal(self, error: StructureError) -> WireError:
         refusal = WireError.from_structure(error)
@@ -163,10 +177,21 @@ class Evaluate:
 
     def _count(self, version: Version, predictions: Predictions, answer: Answer | None) -> None:
         metrics = self.service.metrics
-        atoms = len(predictions.counts) and int(predictions.counts.sum())
+        atoms = int(predictions.offsets[-1])
         metrics.evaluated(version.name, len(predictions), atoms, None if answer is None else answer.queue_seconds)
         for error in predictions.errors.values():
             metrics.failures.labels(version.name, error.code).inc()
+
+
+async def _run(elsewhere: bool, work: Callable[..., T], *arguments: Any) -> T:
+    """Do ``work`` here and now, or in a thread if it is long and the event loop has others to serve."""
+    return await asyncio.to_thread(work, *arguments) if elsewhere else work(*arguments)
+
+
+def _wish(headers: Mapping[bytes, bytes], query_string: bytes, longest: float) -> Wish:
+    accept = headers.get(b"accept", b"*/*").decode("latin-1")
+    content_type = headers.get(b"content-type", b"").decode("latin-1")
+    return Wish(content_type, accept, _query(query_string), _priority(headers), _timeout(headers, longest))
 
 
 def _priority(headers: Mapping[bytes, bytes]) -> Priority:
@@ -229,7 +254,8 @@ async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     async def watch() -> None:
         nonlocal gone
         while (await receive())["type"] != "http.disconnect":
-            pass
+            # A server that says something else at once must not be asked without pause.
+            await asyncio.sleep(PATIENCE)
         gone = True
         task.cancel()
 

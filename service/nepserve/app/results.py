@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def scatter(
     found: Predictions | None,
-    chosen: NDArray[np.int64],
+    chosen: NDArray[np.int64] | None,
     structures: Structures,
     errors: Mapping[int, StructureError],
     properties: Sequence[str],
@@ -29,7 +29,7 @@ def scatter(
 
     Args:
         found: Results of the structures at ``chosen``, in that order; None if there were none to evaluate.
-        chosen: Indices of the structures that were evaluated.
+        chosen: Indices of the structures that were evaluated; None for all.
         structures: The whole block.
         errors: What is wrong with the others, by index in the whole block.
         properties: Properties that were asked for.
@@ -40,6 +40,8 @@ def scatter(
     """
     B, N = len(structures), structures.n_atoms
     offsets = np.concatenate([[0], np.cumsum(structures.counts)]).astype(np.int64)
+    if chosen is None:
+        chosen = np.arange(B)
     atoms = ragged_arange(offsets[chosen], structures.counts[chosen])
     values: dict[str, NDArray[Any]] = {}
     known = np.zeros(B, bool)
