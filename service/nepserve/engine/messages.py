@@ -47,6 +47,7 @@ _READ_BYTES = 256 * 1024
 _CHUNK = 1 << 30  # one call moves at most 2 GiB
 _PADDING = bytes(16)
 _RIGHTS_SPACE = socket.CMSG_SPACE(16 * 4)
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class Closed(Exception):  # noqa: N818 -- an end, not a mistake
@@ -182,9 +183,7 @@ class Channel:
         if self._payload is not None:
             return self._read_payload()
         try:
-            data, rights, flags, _ = self._sock.recvmsg_into(
-                [self._view[self._have :]], _RIGHTS_SPACE, socket.MSG_CMSG_CLOEXEC
-            )
+            data, rights, flags, _ = self._sock.recvmsg_into([self._view[self._have :]], _RIGHTS_SPACE, _CLOSE_ON_EXEC)
         except BlockingIOError:
             return []
         except ConnectionError as error:

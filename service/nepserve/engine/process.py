@@ -95,22 +95,27 @@ class Engine:
 
     def _receive(self, *, wait: bool = False) -> None:
         """Sort what has arrived into the queues; answer at once what needs no computing."""
-        # Whatever waits behind the first message is met between the tiles.
-        while wait or self._poll.poll(0):
-            for message in self._channel.read():
-                wait = False
-                match message.kind:
-                    case "ping":
-                        self._send("result", message.id, self._state())
-                    case "cancel":
-                        self._cancel(message.body["id"])
-                    case "stop":
-                        self._stopping = True
-                    case "probe":
-                        # Small, and what readiness hangs on: it must not wait behind a long evaluation.
-                        self._urgent.append(message)
-                    case _:
-                        (self._urgent if message.body.get("urgent") else self._queue).append(message)
+        if wait:
+            # What waits behind the first message is met between the tiles.
+            self._sort(self._channel.read())
+            return
+        while self._poll.poll(0):
+            self._sort(self._channel.read())
+
+    def _sort(self, messages: list[Message]) -> None:
+        for message in messages:
+            match message.kind:
+                case "ping":
+                    self._send("result", message.id, self._state())
+                case "cancel":
+                    self._cancel(message.body["id"])
+                case "stop":
+                    self._stopping = True
+                case "probe":
+                    # Small, and what readiness hangs on: it must not wait behind a long evaluation.
+                    self._urgent.append(message)
+                case _:
+                    (self._urgent if message.body.get("urgent") else self._queue).append(message)
 
     def _cancel(self, wanted: int) -> None:
         if any(message.id == wanted for message in self._running):
