@@ -184,7 +184,7 @@ _KEY_SET = frozenset(KEYS)
 
 
 def _unpack(body: bytes, limits: Limits) -> dict[str, Any]:
-    most = min(len(body), 9 * max(limits.max_atoms, limits.max_structures))
+    most = min(len(body), max(limits.max_atoms, limits.max_structures, 16))
     try:
         message = msgpack.unpackb(
             body, strict_map_key=True, object_pairs_hook=_unique, ext_hook=_no_extension,
