@@ -1,6 +1,6 @@
 """The JSON form: one structure as ``{"structure": {...}}``, several as ``{"structures": [...]}``.
 
-Arrays are read by orjson and NumPy, not by a schema: a list of 30,000 numbers costs 1 ms and not 20. The schema of the
+Arrays are read by orjson and NumPy: a schema that looks at each number takes many times as long. The schema of the
 documentation stands in :mod:`nepserve.wire.json_schema`.
 """
 
