@@ -154,9 +154,6 @@ class Dispatcher:
             if self._requests.pop(request.id, None) is not None:
                 self.totals.shed["cancelled"] += 1
                 self._let_go(request.id)
-            elif not request.answer.cancelled():
-                # It came at the same moment; asyncio would log an exception that nobody looks at.
-                request.answer.exception()
             raise
 
     def _accept(

@@ -344,6 +344,25 @@ def test_a_large_request_runs_in_several_batches_and_comes_back_whole() -> None:
     run(main)
 
 
+def test_batches_that_end_in_another_order_are_put_together_in_the_right_one() -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        dispatcher = make(engine)
+        structures = block(*([1, 2, 3, 4] * 5), bad=[3, 12])
+        task = ask(dispatcher, structures, 10)
+        await asyncio.sleep(0.5)
+        assert [len(c.structures) for c in engine.calls] == [10, 10]
+        engine.calls[1].finish()
+        await turn()
+        assert not task.done()
+        engine.calls[0].finish()
+        answer = await task
+        same(answer, structures)
+        assert answer.batches == 2
+
+    run(main)
+
+
 def test_everybody_gets_his_own_properties_and_nothing_else() -> None:
     async def main() -> None:
         engine = FakeEngine()
@@ -1062,6 +1081,7 @@ def test_every_request_gets_exactly_one_answer_and_the_right_one(
         assert dispatcher.waiting == Load()
         assert dispatcher.running == 0
         assert dispatcher.in_flight == ()
+        assert dispatcher.scheduler.retry_after() == 0
         await dispatcher.close()
 
     run(main)

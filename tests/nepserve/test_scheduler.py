@@ -564,6 +564,23 @@ def test_retry_after_is_the_work_that_is_here_by_the_measured_speed() -> None:
     assert scheduler.retry_after() == pytest.approx(0.4)
 
 
+def test_bounds_may_be_reached_but_not_passed() -> None:
+    scheduler = make(max_atoms=10, max_queue_atoms=20, max_queue_requests=3)
+    scheduler.submit(job(0, counts=[10, 10]), 0.0)
+    with pytest.raises(QueueFull):
+        scheduler.submit(job(1, counts=[1]), 0.0)
+    scheduler.cancel(0)
+    with pytest.raises(TooLarge):
+        scheduler.submit(job(2, counts=[10, 11]), 0.0)
+    with pytest.raises(TooLarge):
+        scheduler.submit(job(3, counts=[10, 10, 1]), 0.0)
+    for i in range(4, 7):
+        scheduler.submit(job(i, counts=[1]), 0.0)
+    with pytest.raises(QueueFull):
+        scheduler.submit(job(7, counts=[1]), 0.0)
+    assert scheduler.waiting() == Load(3, 3, 3)
+
+
 def test_refusals_survive_pickling_and_say_the_numbers() -> None:
     full, large, all_of_it = QueueFull(2.5), TooLarge(1000, 2000, 4), TooLarge(1000, 2000, None)
     assert pickle.loads(pickle.dumps(full)).retry_after == 2.5
