@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nepcore import __version__
 
 from . import logs, models
+from .app.auth import keys_of
 from .settings import SettingsError
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
     import uvicorn
 
+    from .app.auth import Keys
     from .app.service import Service
+    from .dispatch import Dispatcher
     from .models import Source
     from .settings import Loaded, Settings
     from .supervision import Supervisor
@@ -36,6 +39,9 @@ SWEEP_SECONDS = 0.5
 
 SWITCH_SECONDS = 0.0005
 """How long a thread that decodes a large body may keep the interpreter from the event loop."""
+
+ENGINE_SECONDS = 2.0
+"""What the engine may take to end after its work is done."""
 
 ABORTED = 130
 GAVE_UP = 1
@@ -54,11 +60,12 @@ def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
     for remark in loaded.remarks:
         log.warning("%s", remark)
     sources = open_models(settings)
+    keys, secret = keys_of(settings)
     context = tls_context(settings)
     listener = listen(settings)
     _allow_connections(settings.max_connections)
     sys.setswitchinterval(SWITCH_SECONDS)
-    process = _Process(settings, sources, listener, context, loader)
+    process = _Process(settings, sources, listener, context, keys, secret, loader)
     try:
         return _run(process.live())
     finally:
@@ -164,12 +171,16 @@ class _Process:
         sources: list[Source],
         listener: socket.socket,
         context: ssl.SSLContext | None,
+        keys: Keys,
+        secret: str | None,
         loader: str,
     ) -> None:
         self.settings = settings
         self.sources = sources
         self.listener = listener
         self.context = context
+        self.keys = keys
+        self.secret = secret
         self.loader = loader
         self.wanted = asyncio.Event()
         self.code = 0
@@ -179,7 +190,7 @@ class _Process:
         """Start, serve, end."""
         from .dispatch import Dispatcher
         from .scheduler import Scheduler
-        from .supervision import EngineGaveUpError, Supervisor
+        from .supervision import Supervisor
 
         settings = self.settings
         registry = models.Registry(settings.default_model)
@@ -188,47 +199,59 @@ class _Process:
             scheduler.max_batch_seconds = settings.max_batch_ms / 1000
         dispatcher = Dispatcher(scheduler)
         supervisor = Supervisor(settings, registry, dispatcher, loader=self.loader)
+        self._handle_signals(supervisor)
         # The engine comes first: while it imports what it needs, so does the front.
         keeping = asyncio.create_task(supervisor.run([(s, settings.dtype_of(s.name)) for s in self.sources]))
         await asyncio.sleep(0.01)
-        self._handle_signals(supervisor)
+        try:
+            await self._serve(registry, dispatcher, supervisor, keeping)
+        finally:
+            await supervisor.stop(ENGINE_SECONDS)
+            await dispatcher.close()
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        return self.code
 
-        from .app.auth import keys_of
+    async def _serve(
+        self,
+        registry: models.Registry,
+        dispatcher: Dispatcher,
+        supervisor: Supervisor,
+        keeping: asyncio.Task[None],
+    ) -> None:
+        """Answer requests until a signal comes or the engine is given up."""
         from .app.connection import Connection, sweep
         from .app.factory import create_app
         from .app.service import Service
+        from .supervision import EngineGaveUpError
 
-        keys, secret = keys_of(settings)
-        service = Service(settings, registry, dispatcher, supervisor, keys)
+        service = Service(self.settings, registry, dispatcher, supervisor, self.keys)
         service.observe()
         supervisor.on_restart = lambda reason: service.metrics.restarts.inc()  # noqa: ARG005
-        server = _server(create_app(service), settings, Connection, self.context)
+        server = _server(create_app(service), self.settings, Connection, self.context)
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
-        sweeping = asyncio.create_task(_sweep(service, lambda now: sweep(server.server_state.connections, now)))
-        self._greet(secret)
-        announcing = asyncio.create_task(self._announce(supervisor))
-        waiting = asyncio.create_task(self.wanted.wait())
+        others = [
+            asyncio.create_task(_sweep(service, lambda now: sweep(server.server_state.connections, now))),
+            asyncio.create_task(self._announce(supervisor)),
+            waiting := asyncio.create_task(self.wanted.wait()),
+        ]
+        self._greet()
         try:
             await asyncio.wait([keeping, serving, waiting], return_when=asyncio.FIRST_COMPLETED)
-            if keeping.done() and not self.wanted.is_set():
-                try:
-                    keeping.result()
-                except EngineGaveUpError as error:
-                    log.error("%s", error)
-                self.code = GAVE_UP
-            else:
+            if self.wanted.is_set():
                 await self._drain(service)
+            else:
+                self.code = GAVE_UP
+                if keeping.done():
+                    with contextlib.suppress(EngineGaveUpError):
+                        keeping.result()
+                    log.error("%s", keeping.exception())
         finally:
-            for task in (announcing, waiting):
-                task.cancel()
             server.should_exit = True
             await asyncio.wait([serving], timeout=5.0)
-            await supervisor.stop(2.0)
-            await dispatcher.close()
-            for task in (sweeping, keeping, serving):
+            for task in (serving, *others):
                 task.cancel()
-            await asyncio.gather(announcing, waiting, sweeping, keeping, serving, return_exceptions=True)
-        return self.code
+            await asyncio.gather(serving, *others, return_exceptions=True)
 
     async def _drain(self, service: Service) -> None:
         left = await service.drain(self.settings.shutdown_timeout)
@@ -271,7 +294,7 @@ class _Process:
         scheme = "http" if self.context is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-    def _greet(self, secret: str | None) -> None:
+    def _greet(self) -> None:
         log.info("nepserve %s on %s, API page %s/docs", __version__, self.url, self.url)
         for source in self.sources:
             elements = " ".join(source.file.elements)
@@ -286,9 +309,9 @@ class _Process:
                     "model %s (%s), %s, from %s",
                     source.name, elements, self.settings.dtype_of(source.name), source.origin,
                 )  # fmt: skip
-        if secret is not None:
+        if self.secret is not None:
             # On its own line and not in the log's format: it is for whoever started the server.
-            print(f"API key made for this run: {secret}", file=sys.stderr)  # noqa: T201
+            print(f"API key made for this run: {self.secret}", file=sys.stderr)  # noqa: T201
         elif not self.settings.is_local and self.settings.insecure:
             log.warning("everybody who can reach %s may use this server (--insecure)", self.url)
 
@@ -317,7 +340,7 @@ class _Process:
         if self.sources[0].file.temperature:
             structure = structure[:-1] + ', "temperature": 300}'
         model = f'"model": "{self.sources[0].name}", ' if len(self.sources) > 1 else ""
-        key = "" if self.settings.is_local and not self.settings.api_keys else " -H 'Authorization: Bearer KEY'"
+        key = "" if not len(self.keys) else " -H 'Authorization: Bearer KEY'"
         place = f"--unix-socket {self.settings.uds} http://localhost" if self.settings.uds else self.url
         return (
             f"curl {place}/v1/evaluate{key} -H 'Content-Type: application/json' "

@@ -14,7 +14,7 @@ from typing import Any
 
 from nepcore.files import nep_txt
 
-_spec = importlib.util.spec_from_file_location("nepserve_toy", Path(__file__).with_name("toy.py"))
+_spec = importlib.util.spec_from_file_location("nepserve_toy", Path(__file__).parent / "nepserve" / "toy.py")
 assert _spec is not None
 assert _spec.loader is not None
 toy = importlib.util.module_from_spec(_spec)
