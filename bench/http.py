@@ -52,7 +52,7 @@ def json_body(s: Structures) -> tuple[bytes, str, str]:
 
 
 def msgpack_body(s: Structures) -> tuple[bytes, str, str]:
-    return msgpack_format.pack_request(s, PROPERTIES, None, "float64"), "application/msgpack", ""
+    return msgpack_format.pack_request(s, PROPERTIES, None, "f8"), "application/msgpack", ""
 
 
 def xyz_body(s: Structures) -> tuple[bytes, str, str]:
@@ -72,12 +72,12 @@ FORMATS: dict[str, Callable[[Structures], tuple[bytes, str, str]]] = {
 }  # fmt: skip
 
 
-def start_server(threads: int) -> tuple[subprocess.Popen[bytes], int, float]:
+def start_server(threads: int, backend: str) -> tuple[subprocess.Popen[bytes], int, float]:
     """Serve the silicon model on a free port; returns the process, the port and the seconds until it was ready."""
     command = [
         *(sys.executable, "-c", "from nepserve.cli import main; main()"),
         *("serve", f"si={systems.MODELS['si5']}", "--port", "0", "--device", "cpu"),
-        "--threads", str(threads),
+        "--threads", str(threads), "--backend", backend,
     ]  # fmt: skip
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -127,9 +127,9 @@ def timed_calls(
     return seen, device
 
 
-def in_process(s: Structures, calls: int, pause: float) -> float:
+def in_process(s: Structures, calls: int, pause: float, backend: str) -> float:
     """Median seconds of the same evaluation by the library in this process."""
-    calculator = nepcore.load(systems.MODELS["si5"], device="cpu")
+    calculator = nepcore.load(systems.MODELS["si5"], device="cpu", backend=backend)
     times = []
     for n in range(calls + 3):
         time.sleep(pause)
@@ -145,12 +145,13 @@ def main() -> None:
     arguments.add_argument("--calls", type=int, default=200)
     arguments.add_argument("--pause", type=float, default=0.002)
     arguments.add_argument("--threads", type=int, default=1)
+    arguments.add_argument("--backend", default="auto")
     options = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     blocks = {n: systems.crystal("si5", n) for n in (64, 1000, 10648)}
     calls = {64: options.calls, 1000: options.calls, 10648: max(20, options.calls // 5)}
-    alone = {n: in_process(s, max(5, calls[n] // 10), options.pause) for n, s in blocks.items()}
-    process, port, ready = start_server(options.threads)
+    alone = {n: in_process(s, max(5, calls[n] // 10), options.pause, options.backend) for n, s in blocks.items()}
+    process, port, ready = start_server(options.threads, options.backend)
     try:
         print(f"start to ready: {ready:.2f} s")
         print("atoms, format, bytes; in ms: call p50, call p99, model p50, rest p50, library p50")

@@ -13,7 +13,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # Servers and clients of the tests are on this machine, and have the settings that a test gives them.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
-for _name in [name for name in os.environ if name.startswith("NEPSERVE_")]:
+for _name in [name for name in os.environ if name.startswith("NEPSERVE_") and name != "NEPSERVE_REFERENCE_DATA"]:
     del os.environ[_name]
 # Every process that a test starts inherits it, also those whose parent is gone.
 _MARK = "PYTEST_PROCESSES_OF"
