@@ -8,7 +8,7 @@ import pytest
 import crystals
 import nepcore
 from nepcore import ModelError, Structure, StructureError, Structures, synthetic
-from nepcore.backends import resolve
+from nepcore.backends import forms
 from nepcore.calculator import Calculator
 from nepcore.structures import PROPERTIES
 
@@ -26,7 +26,7 @@ MODELS = {
     ),
 }
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-every_backend = pytest.mark.parametrize("backend", resolve.CONTRACTIONS)
+every_backend = pytest.mark.parametrize("backend", forms.FORMS)
 
 
 def energies_of(calculator: Calculator, items: list[Structure]) -> np.ndarray:

@@ -13,7 +13,7 @@ import cases
 import nepcore
 from locations import needs_shared
 from nepcore import Structure, Structures
-from nepcore.backends import resolve
+from nepcore.backends import forms
 from nepcore.files import xyz
 
 pytestmark = needs_shared
@@ -21,7 +21,7 @@ pytestmark = needs_shared
 VOIGT = ([0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1])
 
 
-@pytest.fixture(scope="module", params=[*itertools.product(resolve.CONTRACTIONS, ["float64", "float32"])], ids="-".join)
+@pytest.fixture(scope="module", params=[*itertools.product(forms.FORMS, ["float64", "float32"])], ids="-".join)
 def silicon(request: pytest.FixtureRequest) -> nepcore.calculator.Calculator:
     backend, dtype = request.param
     return nepcore.load(cases.TOY_SI, device="cpu", dtype=dtype, backend=backend)

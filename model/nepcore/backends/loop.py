@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,7 @@ def contract(coefficients: Tensor, basis: Tensor, centre: Tensor, neighbor: Tens
     bounds = torch.searchsorted(pair, torch.arange(T * T + 1, device=pair.device)).tolist()
     parts = [
         times_columns(coefficients[:, :, number // T, number % T], basis[:, :, start:stop])
-        for number, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+        for number, (start, stop) in enumerate(pairwise(bounds))
         if stop > start
     ]
     if not parts:

@@ -1,4 +1,4 @@
-"""Evaluation over lists of pairs in torch: descriptors, networks, ZBL and analytical forces.
+"""Evaluation over lists of pairs in torch: what surrounds the dense blocks, ZBL, and sums over pairs.
 
 The pairs of a tile are laid out densely, one row an atom, in blocks of atoms whose padded numbers of neighbours are
 equal. An atom's block follows from its own neighbours alone, and every sum runs along its own row, so its bits do not
@@ -8,7 +8,7 @@ depend on what else is evaluated. Forces on neighbours are added in the order of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ import torch
 from nepcore.batch import Batch
 from nepcore.errors import StructureError
 from nepcore.neighbors import Bins, Pairs
-from nepcore.physics import harmonics, invariants, network, products, zbl
-from nepcore.physics.basis import radial_basis
+from nepcore.physics import harmonics, zbl
 from nepcore.structures import Predictions
+
+from .rows import COINCIDENT, Results, Rows, Shape, Tables, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -27,35 +28,66 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nepcore.admission import Admission
-    from nepcore.backends.protocol import Contraction
+    from nepcore.backends.protocol import Form
     from nepcore.potential import NEP
     from nepcore.structures import Structures
 
-COINCIDENT = 1e-5
-"""Atoms closer than this, Å, count as being at one place: no model was made for it, and 1/r² overflows float32."""
+
+class Block(Protocol):
+    """What evaluates dense blocks of atoms."""
+
+    def types(self, present: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Types, ascending, that the tables are to hold if ``present`` of the model's ``count`` types occur."""
+
+    def rows(self, n: int) -> int:
+        """Number of rows, at least ``n``, that a block of ``n`` atoms is to have."""
+
+    def __call__(self, tables: Tables, rows: Rows) -> Results:
+        """Evaluate a block; the results are read before the next call."""
+
+
+@dataclass(frozen=True)
+class EagerBlock:
+    """Blocks evaluated operation by operation."""
+
+    shape: Shape
+    form: Form
+
+    def types(self, present: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """See :class:`Block`."""
+        del count
+        return present
+
+    def rows(self, n: int) -> int:
+        """See :class:`Block`."""
+        return n
+
+    def __call__(self, tables: Tables, rows: Rows) -> Results:
+        """See :class:`Block`."""
+        return evaluate(self.shape, self.form, tables, rows)
 
 
 class PairwiseBackend:
-    """A backend around one way of contracting basis and coefficients.
+    """A backend around one way of evaluating dense blocks of atoms.
 
     Args:
         name: Its name.
         potential: Parameters, on the device and in the dtype to compute with.
         admission: The model's door, for the table of types.
-        contract: The contraction.
+        block: What evaluates the blocks.
         memory: Bytes for intermediate arrays.
     """
 
     def __init__(
-        self, name: str, potential: NEP, admission: Admission, contract: Contraction, memory: float
+        self, name: str, potential: NEP, admission: Admission, block: Block, memory: float
     ) -> None:  # fmt: skip
         self.name = name
         self.potential = potential
         self.device = potential.q_scaler.device
         self._types = admission.types
         self._admission = admission
-        self._contract = contract
-        self._pair_budget = max(1024, int(memory / _bytes_per_pair(potential)))
+        self._block = block
+        self._memory = memory
 
     @torch.no_grad()
     def run(self, structures: Structures, properties: frozenset[str]) -> Generator[int, None, Predictions]:
@@ -67,10 +99,10 @@ class PairwiseBackend:
             part = structures.slice(start, stop)
             batch = Batch.of(part, self._types, self.device)
             sums = _Sums(self, batch, properties)
-            present = torch.from_numpy(np.unique(self._types[part.numbers])).to(self.device)
-            view = _PresentTypes.of(self.potential, present)
-            for pairs in Bins.of(batch, self.potential.max_cutoff).pairs(3 * self._pair_budget):
-                sums.add(pairs, _evaluate(self.potential, view, batch, pairs, self._contract))
+            present = self._present(part)
+            budget = self._pair_budget(len(present.types))
+            for pairs in Bins.of(batch, self.potential.max_cutoff).pairs(3 * budget):
+                sums.add(pairs, _evaluate(self.potential, present, batch, pairs, self._block))
                 yield pairs.stop - pairs.start
             parts.append(sums.predictions(part))
         return Predictions.concatenate(parts)
@@ -78,7 +110,7 @@ class PairwiseBackend:
     def _groups(self, structures: Structures) -> list[tuple[int, int]]:
         """Runs of structures whose results and pairs fit the memory together; a large one stands alone."""
         work = self._admission.work(structures)
-        limit = 16.0 * self._pair_budget
+        limit = 16.0 * self._pair_budget(1)
         groups, start, total = [], 0, 0.0
         for i, w in enumerate(work.tolist()):
             if i > start and total + w > limit:
@@ -88,37 +120,36 @@ class PairwiseBackend:
         groups.append((start, len(structures)))
         return groups
 
+    def _present(self, structures: Structures) -> _Present:
+        occurring = np.unique(self._types[structures.numbers])
+        types = self._block.types(occurring, len(self.potential.elements))
+        return _Present.of(self.potential, torch.from_numpy(types).to(self.device))
 
-def _bytes_per_pair(potential: NEP) -> float:
-    """Estimate of the bytes that a pair's intermediate arrays take."""
-    itemsize = torch.finfo(potential.dtype).bits / 8
-    k = potential.c_radial.shape[1] + potential.c_angular.shape[1]
-    n = potential.n_radial + potential.n_angular
-    return itemsize * (4 * k + 4 * n + 6 * harmonics.width(potential.l_max)) + 8 * 30
+    def _pair_budget(self, n_types: int) -> int:
+        """Pairs that may be held at a time."""
+        nep = self.potential
+        itemsize = torch.finfo(nep.dtype).bits / 8
+        k_r, k_a = nep.c_radial.shape[1], nep.c_angular.shape[1]
+        pair = 4 * (k_r + k_a) + 4 * (nep.n_radial + nep.n_angular) + 6 * harmonics.width(nep.l_max)
+        if self.device.type != "cpu":
+            pair += 2 * k_a * (n_types - 1)  # basis functions set apart by type
+        return max(1024, int(self._memory / (itemsize * pair + 8 * 30)))
 
 
 @dataclass(frozen=True, eq=False)
-class _PresentTypes:
-    """Tables cut down to the types that occur: a model of 89 elements meets a handful of them at a time."""
+class _Present:
+    """The types that occur in a batch."""
 
+    types: Tensor  # (T',) indices in the model
     remap: Tensor  # (T,) → index among the present ones
-    c_radial: Tensor
-    c_angular: Tensor
-    cutoff_radial: Tensor
-    cutoff_angular: Tensor
+    cutoff_angular: Tensor  # (T', T'), Å, float64
+    tables: Tables
 
     @classmethod
-    def of(cls, nep: NEP, present: Tensor) -> _PresentTypes:
-        remap = torch.zeros(len(nep.elements), dtype=torch.int64, device=present.device)
-        remap[present] = torch.arange(len(present), device=present.device)
-        both = (present[:, None], present[None, :])
-        return cls(
-            remap,
-            nep.c_radial[:, :, both[0], both[1]],
-            nep.c_angular[:, :, both[0], both[1]],
-            nep.cutoff_radial[both],
-            nep.cutoff_angular[both],
-        )
+    def of(cls, nep: NEP, types: Tensor) -> _Present:
+        remap = torch.zeros(len(nep.elements), dtype=torch.int64, device=types.device)
+        remap[types] = torch.arange(len(types), device=types.device)
+        return cls(types, remap, nep.cutoff_angular[types[:, None], types[None, :]], Tables.of(nep, types))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,137 +161,82 @@ class _Tile:
     descriptors: Tensor  # (A, D), scaled
 
 
-@dataclass(frozen=True, eq=False)
-class _Slots:
-    """Where the pairs of some centres stand in a dense array (rows, width)."""
-
-    rows: int
-    width: int
-    pair: Tensor  # (rows · width,) pair number, P where the slot is empty
-    used: Tensor  # slots that hold a pair
-    held: Tensor  # their pair numbers
-
-    @classmethod
-    def of(cls, centres: Tensor, first: Tensor, count: Tensor, width: int, empty: int) -> _Slots:
-        """Slots of ``centres``, whose pairs are ``count`` consecutive ones from ``first`` on."""
-        column = torch.arange(width, device=centres.device)
-        pair = first[centres][:, None] + column
-        inside = column < count[centres][:, None]
-        pair = torch.where(inside, pair, empty).reshape(-1)
-        used = torch.nonzero(inside.reshape(-1)).squeeze(1)
-        return cls(len(centres), width, pair, used, pair[used])
+def _widths() -> list[int]:
+    """Numbers of slots in use: multiples of 16 to 128, from there on steps of about a quarter."""
+    out, width = [], 16
+    while width < 2**22:
+        out.append(width)
+        width += max(16, 1 << (width.bit_length() - 3))
+    return out
 
 
-def _width(count: Tensor) -> Tensor:
-    """Padded number of neighbours: multiples of 16 to 128, from there on steps of about a quarter."""
-    step = torch.full_like(count, 16)
-    for power in range(7, 31):
-        step = torch.where(count > 2**power, 2 ** (power - 2), step)
-    return (count + step - 1) // step * step
+_WIDTHS = _widths()
+_ALLOWED = np.array(_WIDTHS)
 
 
-def _evaluate(nep: NEP, view: _PresentTypes, batch: Batch, pairs: Pairs, contract: Contraction) -> _Tile:
+def _groups_of(count_r: Tensor, count_a: Tensor) -> list[tuple[int, int, NDArray[np.int64]]]:
+    """Slots for the radial and the angular part, and the centres that get so many."""
+    counts = torch.stack([count_r, count_a]).cpu().numpy()
+    size = np.searchsorted(_ALLOWED, counts)
+    key = size[0] * len(_WIDTHS) + size[1]
+    out = []
+    for value in np.unique(key).tolist():
+        radial, angular = divmod(value, len(_WIDTHS))
+        out.append((_WIDTHS[radial], _WIDTHS[angular], np.flatnonzero(key == value)))
+    return out
+
+
+def _slots(first: Tensor, count: Tensor, width: int, empty: int) -> Tensor:
+    """Pair in each slot, (rows, width), of rows with ``count`` consecutive pairs from ``first`` on; else ``empty``."""
+    column = torch.arange(width, device=first.device)
+    return torch.where(column < count[:, None], first[:, None] + column, empty)
+
+
+def _evaluate(nep: NEP, present: _Present, batch: Batch, pairs: Pairs, block: Block) -> _Tile:
     """Energies, pair gradients and descriptors of the centres of a tile."""
     dtype, device = nep.dtype, pairs.i.device
     A, P = pairs.stop - pairs.start, len(pairs)
-    types = batch.types[pairs.start : pairs.stop]
-    local = view.remap[types]
-    ti, tj = local[pairs.i], view.remap[batch.types[pairs.j]]
-    # One empty pair stands behind the others: the slots that no pair fills point at it.
-    empty = torch.zeros(1, dtype=torch.int64, device=device)
-    ti, tj = torch.cat([ti, empty]), torch.cat([tj, empty])
-    cut_r, cut_a = view.cutoff_radial[ti, tj], view.cutoff_angular[ti, tj]
-    distance = torch.cat([pairs.distance, 2.0 * cut_r[-1:]])
+    remap = present.remap
+    types = remap[batch.types[pairs.start : pairs.stop]]
+    # One empty pair stands behind the others, out of reach: the slots that no pair fills point at it.
+    tj = torch.cat([remap[batch.types[pairs.j]], remap.new_zeros(1)])
+    distance = torch.cat([pairs.distance, pairs.distance.new_full((1,), 2.0 * nep.max_cutoff)])
     vector = torch.cat([pairs.vector, distance.new_zeros((1, 3))])
     unit = (vector / distance[:, None].clamp(min=COINCIDENT)).T.to(dtype).contiguous()  # (3, P + 1)
     r = distance.clamp(min=COINCIDENT).to(dtype)
-    near = torch.nonzero(distance[:P] < cut_a[:P]).squeeze(1)
+    near = torch.nonzero(pairs.distance < present.cutoff_angular[types[pairs.i], tj[:P]]).squeeze(1)
 
     edges = torch.arange(A + 1, device=device)
     bound_r = torch.searchsorted(pairs.i, edges)
     bound_a = torch.searchsorted(pairs.i[near], edges)
     count_r, count_a = bound_r.diff(), bound_a.diff()
-    near = torch.cat([near, torch.full((1,), P, dtype=torch.int64, device=device)])
-    key = _width(count_r) * (1 << 31) + _width(count_a)
+    near = torch.cat([near, near.new_full((1,), P)])
+    temperatures = batch.temperatures[batch.structure[pairs.start : pairs.stop]].to(dtype)
 
     energies = r.new_zeros(A)
     descriptors = r.new_zeros((A, nep.dim))
     gradient = r.new_zeros((P + 1, 3))
-    for value in torch.unique(key).tolist():
-        centres = torch.nonzero(key == value).squeeze(1)
-        radial = _Slots.of(centres, bound_r, count_r, value >> 31, P)
-        angular = _Slots.of(centres, bound_a, count_a, value & ((1 << 31) - 1), len(near) - 1)
-        q_r, g_r = _radial(nep, view, r, cut_r, ti, tj, radial, contract)
-        q_a, g_a, y, s = _angular(nep, view, r, cut_a, ti, tj, unit, near, angular, contract)
-        q = torch.cat([q_r, q_a], dim=1)  # (rows, D)
-        if nep.temperature:
-            heat = batch.temperatures[batch.structure[pairs.start + centres]].to(dtype)
-            q = torch.cat([q, heat[:, None]], dim=1)
-        q = q * nep.q_scaler
-        energy, slope = _site_energies(nep, q, types[centres])
-        energies[centres] = energy
-        descriptors[centres] = q
-        slope = slope * nep.q_scaler
-        f_r, f_a = slope[:, : nep.n_radial], slope[:, nep.n_radial : nep.n_radial + q_a.shape[1]]
-        along = products.sum_over_components(f_r.T[:, :, None], g_r).reshape(-1)  # (rows · width,)
-        gradient[radial.held] = along[radial.used, None] * unit[:, radial.held].T
-        push = _angular_gradient(nep, f_a, g_a, y, s, unit, r, near, angular)  # (3, rows · width)
-        target = near[angular.held]
-        gradient[target] = gradient[target] + push[:, angular.used].T
+    for width_r, width_a, members in _groups_of(count_r, count_a):
+        n = len(members)
+        rows = block.rows(n)
+        centres = torch.from_numpy(np.resize(members, rows) if rows > n else members).to(device)
+        real = torch.arange(rows, device=device) < n
+        radial = _slots(bound_r[centres], torch.where(real, count_r[centres], 0), width_r, P)
+        angular = near[_slots(bound_a[centres], torch.where(real, count_a[centres], 0), width_a, len(near) - 1)]
+        out = block(
+            present.tables,
+            Rows(types[centres], r[radial], tj[radial], r[angular], tj[angular], unit[:, angular],
+                 temperatures[centres]),
+        )  # fmt: skip
+        centres = centres[:n]
+        energies[centres] = out.energies[:n]
+        descriptors[centres] = out.descriptors[:n]
+        # What the empty slots write goes to the empty pair, and is cut off.
+        gradient[radial] = out.along[..., None] * unit[:, radial].permute(1, 2, 0)
+        gradient[angular] = gradient[angular] + out.push.permute(1, 2, 0)
     if nep.has_zbl:
         _add_zbl(nep, batch, pairs, near[:-1], r, unit, energies, gradient)
     return _Tile(energies, gradient[:P], descriptors)
-
-
-def _radial(
-    nep: NEP, view: _PresentTypes, r: Tensor, cut: Tensor, ti: Tensor, tj: Tensor, slots: _Slots, contract: Contraction
-) -> tuple[Tensor, Tensor]:
-    """Radial descriptors (rows, n) and derivatives g' (n, rows, width)."""
-    p = slots.pair
-    basis = radial_basis(r[p], cut[p].to(r.dtype), nep.c_radial.shape[1])
-    g = contract(view.c_radial, basis, ti[p], tj[p]).reshape(2, nep.n_radial, slots.rows, slots.width).contiguous()
-    return g[0].sum(dim=2).T, g[1]
-
-
-def _angular(
-    nep: NEP, view: _PresentTypes, r: Tensor, cut: Tensor, ti: Tensor, tj: Tensor, unit: Tensor, near: Tensor,
-    slots: _Slots, contract: Contraction,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Angular descriptors (rows, blocks · n), g and g' (2, n, rows, width), Y (b, rows, width), s (b, rows, n)."""
-    p = near[slots.pair]
-    basis = radial_basis(r[p], cut[p].to(r.dtype), nep.c_angular.shape[1])
-    g = contract(view.c_angular, basis, ti[p], tj[p]).reshape(2, nep.n_angular, slots.rows, slots.width).contiguous()
-    y = harmonics.harmonics(unit[:, p], nep.l_max).reshape(harmonics.width(nep.l_max), slots.rows, slots.width)
-    s = products.sum_over_neighbors(g[0], y).contiguous()
-    q = invariants.invariants(s, nep.l_max, nep.switches)  # (blocks, rows, n)
-    return q.permute(1, 0, 2).reshape(slots.rows, -1), g, y, s
-
-
-def _angular_gradient(
-    nep: NEP, slope: Tensor, g: Tensor, y: Tensor, s: Tensor, unit: Tensor, r: Tensor, near: Tensor, slots: _Slots
-) -> Tensor:
-    """∂U_i/∂r_ij of the angular part, (3, rows · width)."""
-    rows, width = slots.rows, slots.width
-    slope = slope.reshape(rows, -1, nep.n_angular).permute(1, 0, 2)  # (blocks, rows, n)
-    ds = invariants.gradient(s, slope, nep.l_max, nep.switches)  # (b, rows, n)
-    p = near[slots.pair]
-    u, distance = unit[:, p].reshape(3, rows, width), r[p].reshape(rows, width)
-    along = products.sum_over_components(products.sum_over_functions(ds, g[1]), y)  # (rows, width)
-    by_y = products.sum_over_functions(ds, g[0])  # (b, rows, width): ∂U/∂Y_b
-    turn = harmonics.contracted_gradient(u, by_y, nep.l_max)
-    radial_part = products.sum_over_components(turn, u)
-    return (along * u + (turn - radial_part * u) / distance).reshape(3, -1)
-
-
-def _site_energies(nep: NEP, q: Tensor, types: Tensor) -> tuple[Tensor, Tensor]:
-    """Site energies (rows,) and their derivatives by the network's inputs (rows, D)."""
-    network_of = types if len(nep.w0) > 1 else torch.zeros(1, dtype=torch.int64, device=types.device)
-    w0, b0, w1 = nep.w0[network_of], nep.b0[network_of], nep.w1[network_of]
-    if nep.two_layers:
-        energy, slope = network.two_hidden(q, w0, b0, w1, nep.b1[network_of], nep.w2[network_of])
-    else:
-        energy, slope = network.one_hidden(q, w0, b0, w1)
-    return energy - nep.bias - nep.type_bias[types], slope
 
 
 def _add_zbl(

@@ -1,7 +1,8 @@
-"""What a backend is."""
+"""What a backend is, and what a form of the torch backends is."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -43,3 +44,50 @@ class Contraction(Protocol):
         Returns:
             (S, n, P).
         """
+
+
+class Sums(Protocol):
+    """The way from pairs to atoms: s_bn(i) = Σ_j g_n(r_ij) Y_b(ij)."""
+
+    def __call__(
+        self, coefficients: Tensor, basis: Tensor, centre: Tensor, neighbor: Tensor, y: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Sum over neighbours.
+
+        Args:
+            coefficients: (n, k, T, T).
+            basis: (S, k, A, w): values and, if S = 2, derivatives, for the A atoms and their w slots; zero in slots
+                that no neighbour fills.
+            centre: (A,) type indices.
+            neighbor: (A, w) type indices.
+            y: (b, A, w), or None for Y = 1 alone.
+
+        Returns:
+            The sums of the values (b, A, n), and what :class:`Spread` wants of the pairs, (S, ..., A, w).
+        """
+
+
+class Spread(Protocol):
+    """The way back: Σ_n ds_bn(i) g_n(r_ij) for every pair."""
+
+    def __call__(self, coefficients: Tensor, kept: Tensor, ds: Tensor, centre: Tensor, neighbor: Tensor) -> Tensor:
+        """Spread derivatives by the sums over the pairs.
+
+        Args:
+            coefficients: (n, k, T, T).
+            kept: (S, ..., A, w) of :class:`Sums`, or some of its first indices.
+            ds: (b, A, n).
+            centre: (A,).
+            neighbor: (A, w).
+
+        Returns:
+            (S, b, A, w), with g or g' as ``kept`` has it.
+        """
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of the torch backends: plain functions of tensors, for every device, eager or compiled."""
+
+    sums: Sums
+    spread: Spread

@@ -9,20 +9,18 @@ import torch
 from nepcore.errors import ModelError
 from nepcore.potential import DTYPES, NEP
 
-from . import bmm, loop, mulsum
-from .pairwise import PairwiseBackend
+from .forms import FORMS
+from .pairwise import EagerBlock, PairwiseBackend
+from .rows import Shape
 
 if TYPE_CHECKING:
-    from nepcore.backends.protocol import Backend, Contraction
+    from nepcore.backends.protocol import Backend
     from nepcore.files.nep_txt import NepFile
-
-CONTRACTIONS: dict[str, Contraction] = {"loop": loop.contract, "bmm": bmm.contract, "mulsum": mulsum.contract}
-"""Ways to contract basis and coefficients, by the name of the backend built on them."""
 
 FUSED_CPU = "fused-cpu"
 """Name of the numba backend, :mod:`nepcore.backends.fused_cpu`."""
 
-NAMES: tuple[str, ...] = (*CONTRACTIONS, FUSED_CPU)
+NAMES: tuple[str, ...] = (*FORMS, FUSED_CPU)
 
 _LOOP_TYPES = 20
 _GPU_MULSUM_TYPES = 32
@@ -60,7 +58,8 @@ def make(name: str, model: NepFile, device: torch.device, dtype: str, memory: fl
         except ImportError as error:
             raise ModelError(f"the backend {FUSED_CPU} needs the package numba: {error}") from error
         return FusedCPU(model, dtype, torch.get_num_threads())
-    if chosen not in CONTRACTIONS:
+    if chosen not in FORMS:
         raise ModelError(f"there is no backend {name!r}; there are: auto, {', '.join(NAMES)}")
     potential = NEP(model, DTYPES[dtype]).to(device)
-    return PairwiseBackend(chosen, potential, model.admission, CONTRACTIONS[chosen], memory)
+    block = EagerBlock(Shape.of(potential), FORMS[chosen])
+    return PairwiseBackend(chosen, potential, model.admission, block, memory)

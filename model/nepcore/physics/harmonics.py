@@ -91,19 +91,15 @@ def harmonics(unit: Tensor, l_max: int) -> Tensor:
     """
     x, y, z = unit[0], unit[1], unit[2]
     power = _powers(x, y, l_max)
-    out = unit.new_empty((width(l_max), *x.shape))
-    b = 0
+    out = []
     for l in range(1, l_max + 1):
         for m in range(l + 1):
             p = _horner(POLYNOMIALS[l][m], z)
             if m == 0:
-                out[b] = p
-                b += 1
+                out.append(p)
             else:
-                out[b] = power[m - 1][0] * p
-                out[b + 1] = power[m - 1][1] * p
-                b += 2
-    return out
+                out += [power[m - 1][0] * p, power[m - 1][1] * p]
+    return torch.stack(out)  # type: ignore[arg-type]
 
 
 def contracted_gradient(unit: Tensor, weight: Tensor, l_max: int) -> Tensor:
@@ -119,10 +115,11 @@ def contracted_gradient(unit: Tensor, weight: Tensor, l_max: int) -> Tensor:
     """
     x, y, z = unit[0], unit[1], unit[2]
     power = _powers(x, y, l_max)
-    out = torch.zeros_like(unit)
+    zero = torch.zeros_like(x)
+    out = [zero, zero, zero]
     b = 0
     for l in range(1, l_max + 1):
-        out[2] += weight[b] * _horner(_derivative(POLYNOMIALS[l][0]), z)
+        out[2] = out[2] + weight[b] * _horner(_derivative(POLYNOMIALS[l][0]), z)
         b += 1
         for m in range(1, l + 1):
             w_re, w_im = weight[b], weight[b + 1]
@@ -130,13 +127,13 @@ def contracted_gradient(unit: Tensor, weight: Tensor, l_max: int) -> Tensor:
             p = _horner(POLYNOMIALS[l][m], z)
             slope = _derivative(POLYNOMIALS[l][m])
             if m == 1:
-                out[0] += w_re * p
-                out[1] += w_im * p
+                out[0] = out[0] + w_re * p
+                out[1] = out[1] + w_im * p
             else:
                 re, im = power[m - 2]
-                out[0] += (w_re * re + w_im * im) * (p * float(m))
-                out[1] += (w_im * re - w_re * im) * (p * float(m))
+                out[0] = out[0] + (w_re * re + w_im * im) * (p * float(m))
+                out[1] = out[1] + (w_im * re - w_re * im) * (p * float(m))
             if slope:
                 re, im = power[m - 1]
-                out[2] += (w_re * re + w_im * im) * _horner(slope, z)
-    return out
+                out[2] = out[2] + (w_re * re + w_im * im) * _horner(slope, z)
+    return torch.stack(out)

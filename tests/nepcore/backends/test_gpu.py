@@ -11,7 +11,7 @@ import nepcore
 import references
 from locations import needs_shared
 from nepcore import synthetic
-from nepcore.backends import resolve
+from nepcore.backends import forms
 from nepcore.calculator import Calculator
 from nepcore.structures import PROPERTIES
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @needs_shared
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("backend", resolve.CONTRACTIONS)
+@pytest.mark.parametrize("backend", forms.FORMS)
 @pytest.mark.parametrize("name", references.names())
 def test_reference_values(name: str, backend: str, dtype: str) -> None:
     reference = references.load(name)
@@ -30,7 +30,7 @@ def test_reference_values(name: str, backend: str, dtype: str) -> None:
     assert references.compare(predictions, reference, dtype) == []
 
 
-@pytest.mark.parametrize("backend", resolve.CONTRACTIONS)
+@pytest.mark.parametrize("backend", forms.FORMS)
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 2e-6)])
 def test_alone_and_among_64_others(backend: str, dtype: str, bound: float) -> None:
     model = synthetic.make_model(("Si", "C"), switches=("q222", "q1111"), zbl="universal", seed=3)

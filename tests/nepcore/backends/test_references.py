@@ -7,14 +7,14 @@ import pytest
 import nepcore
 import references
 from locations import needs_shared
-from nepcore.backends import resolve
+from nepcore.backends import forms
 from nepcore.structures import PROPERTIES
 
 pytestmark = needs_shared
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("backend", resolve.CONTRACTIONS)
+@pytest.mark.parametrize("backend", forms.FORMS)
 @pytest.mark.parametrize("name", references.names())
 def test_reference_values(name: str, backend: str, dtype: str) -> None:
     reference = references.load(name)

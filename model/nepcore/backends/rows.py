@@ -1,0 +1,136 @@
+"""A dense block of atoms, one row an atom: from distances to site energies and to their derivatives by every pair.
+
+The shapes follow from the numbers of rows and slots alone and nothing is read back from the device, so that this part
+can be compiled, and captured as a graph. It is differentiable by the parameters in :class:`Tables`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nepcore.physics import harmonics, invariants, network, products
+from nepcore.physics.basis import radial_basis
+
+if TYPE_CHECKING:
+    from nepcore.backends.protocol import Form
+    from nepcore.potential import NEP
+
+COINCIDENT = 1e-5
+"""Atoms closer than this, Å, count as being at one place: no model was made for it, and 1/r² overflows float32."""
+
+
+class Shape(NamedTuple):
+    """What the code depends on: the same for all fine-tunes of a model."""
+
+    l_max: int
+    switches: tuple[str, ...]
+    two_layers: bool
+    temperature: bool
+
+    @classmethod
+    def of(cls, nep: NEP) -> Shape:
+        """Of a model."""
+        return cls(nep.l_max, nep.switches, nep.two_layers, nep.temperature)
+
+
+class Tables(NamedTuple):
+    """Parameters, cut down to the T types that occur: a model of 89 elements meets a handful of them at a time."""
+
+    c_radial: Tensor  # (n, k, T, T)
+    c_angular: Tensor
+    cutoff_radial: Tensor  # (T, T), Å, in the dtype of the rest
+    cutoff_angular: Tensor
+    w0: Tensor  # (M, H, D), M = 1 or T; the others as in NEP
+    b0: Tensor
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor | None
+    bias: Tensor
+    type_bias: Tensor  # (T,)
+    q_scaler: Tensor
+
+    @classmethod
+    def of(cls, nep: NEP, present: Tensor) -> Tables:
+        """Of the types with the indices ``present``."""
+        both = (present[:, None], present[None, :])
+
+        def networks(table: Tensor) -> Tensor:
+            return table if len(nep.w0) == 1 else table[present]
+
+        return cls(
+            nep.c_radial[:, :, both[0], both[1]], nep.c_angular[:, :, both[0], both[1]],
+            nep.cutoff_radial[both].to(nep.dtype), nep.cutoff_angular[both].to(nep.dtype),
+            networks(nep.w0), networks(nep.b0), networks(nep.w1),
+            networks(nep.b1) if nep.two_layers else None, networks(nep.w2) if nep.two_layers else None,
+            nep.bias, nep.type_bias[present], nep.q_scaler,
+        )  # fmt: skip
+
+
+class Rows(NamedTuple):
+    """Atoms and their neighbours: A rows with w slots for the radial and v slots for the angular part.
+
+    A slot that no neighbour fills has a distance beyond every cutoff, and the direction zero.
+    """
+
+    types: Tensor  # (A,) indices in the tables
+    r_radial: Tensor  # (A, w) Å
+    types_radial: Tensor  # (A, w)
+    r_angular: Tensor  # (A, v) Å
+    types_angular: Tensor  # (A, v)
+    unit: Tensor  # (3, A, v)
+    temperature: Tensor  # (A,) K
+
+
+class Results(NamedTuple):
+    """What comes out of a block; derivatives are those of an atom's own energy by its own pairs."""
+
+    energies: Tensor  # (A,) eV
+    descriptors: Tensor  # (A, D), scaled
+    along: Tensor  # (A, w): ∂U_i/∂r_ij of the radial part, eV/Å
+    push: Tensor  # (3, A, v): ∂U_i/∂r_ij of the angular part
+
+
+def evaluate(shape: Shape, form: Form, tables: Tables, rows: Rows) -> Results:
+    """Evaluate a block."""
+    t, ti = tables, rows.types
+    n_r, k_r = t.c_radial.shape[:2]
+    n_a, k_a = t.c_angular.shape[:2]
+    A = len(ti)
+    basis_r = radial_basis(rows.r_radial, t.cutoff_radial[ti[:, None], rows.types_radial], k_r)
+    s_r, kept_r = form.sums(t.c_radial, basis_r, ti, rows.types_radial, None)  # (1, A, n)
+    basis_a = radial_basis(rows.r_angular, t.cutoff_angular[ti[:, None], rows.types_angular], k_a)
+    y = harmonics.harmonics(rows.unit, shape.l_max)  # (b, A, v)
+    s_a, kept_a = form.sums(t.c_angular, basis_a, ti, rows.types_angular, y)
+    s_a = s_a.contiguous()  # (b, A, n)
+    q_a = invariants.invariants(s_a, shape.l_max, shape.switches)  # (blocks, A, n)
+    q = torch.cat([s_r[0], q_a.permute(1, 0, 2).reshape(A, -1)], dim=1)  # (A, D)
+    if shape.temperature:
+        q = torch.cat([q, rows.temperature[:, None]], dim=1)
+    q = q * t.q_scaler
+    energies, slope = _site_energies(shape, t, q, ti)
+    slope = slope * t.q_scaler
+    f_r = slope[:, :n_r]
+    f_a = slope[:, n_r : n_r + q_a.shape[0] * n_a].reshape(A, -1, n_a).permute(1, 0, 2)  # (blocks, A, n)
+    along = form.spread(t.c_radial, kept_r[1:], f_r[None], ti, rows.types_radial)[0, 0]  # (A, w)
+    ds = invariants.gradient(s_a, f_a, shape.l_max, shape.switches)  # (b, A, n)
+    by_y, by_r = form.spread(t.c_angular, kept_a, ds, ti, rows.types_angular)  # (b, A, v): ∂U/∂Y_b, ∂U/∂r by Y_b
+    turn = harmonics.contracted_gradient(rows.unit, by_y, shape.l_max)  # (3, A, v)
+    outward = products.sum_over_components(by_r, y)
+    radial_part = products.sum_over_components(turn, rows.unit)
+    push = outward * rows.unit + (turn - radial_part * rows.unit) / rows.r_angular
+    return Results(energies, q, along, push)
+
+
+def _site_energies(shape: Shape, t: Tables, q: Tensor, types: Tensor) -> tuple[Tensor, Tensor]:
+    """Site energies (A,) and their derivatives by the network's inputs (A, D)."""
+    which = types if len(t.w0) > 1 else None
+    if shape.two_layers:
+        assert t.b1 is not None
+        assert t.w2 is not None
+        energy, slope = network.two_hidden(q, t.w0, t.b0, t.w1, t.b1, t.w2, which)
+    else:
+        energy, slope = network.one_hidden(q, t.w0, t.b0, t.w1, which)
+    return energy - t.bias - t.type_bias[types], slope

@@ -1,0 +1,113 @@
+"""The forms of the torch backends agree: values, forces, virials, and gradients by the parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import crystals
+from nepcore import synthetic
+from nepcore.backends import forms, mulsum, pairwise
+from nepcore.backends.rows import Rows, Shape, Tables, evaluate
+from nepcore.calculator import Calculator
+from nepcore.elements import SYMBOLS
+from nepcore.physics import products
+from nepcore.potential import NEP
+from nepcore.structures import PROPERTIES
+
+TYPES = [1, 2, 16, 40, 89]
+every_form = pytest.mark.parametrize("form", forms.FORMS)
+
+
+def model_of(n_types: int, **options: object) -> object:
+    small = {"n_max": (3, 2), "basis_size": (5, 4), "l_max": 3, "hidden": (6,), "seed": n_types}
+    return synthetic.make_model(SYMBOLS[1 : n_types + 1], **{**small, **options})
+
+
+def blocks_of_rows(nep: NEP, elements: tuple[str, ...], seed: int) -> tuple[Tables, Rows]:
+    """A dense block of atoms with random neighbours, some slots of which are empty."""
+    rng = torch.Generator().manual_seed(seed)
+    A, w, T = 12, 16, len(elements)
+    r = 1.5 + 3.5 * torch.rand((A, w), generator=rng, dtype=torch.float64)
+    r[torch.rand((A, w), generator=rng) < 0.3] = 2.0 * nep.max_cutoff
+    unit = torch.nn.functional.normalize(torch.randn((3, A, w), generator=rng, dtype=torch.float64), dim=0)
+    rows = Rows(
+        torch.randint(T, (A,), generator=rng), r, torch.randint(T, (A, w), generator=rng), r.flip(1),
+        torch.randint(T, (A, w), generator=rng), unit, torch.full((A,), 300.0, dtype=torch.float64),
+    )  # fmt: skip
+    return Tables.of(nep, torch.arange(T)), rows
+
+
+def loss_gradients(form: str, nep: NEP, elements: tuple[str, ...]) -> list[torch.Tensor]:
+    for p in nep.parameters():
+        p.grad = None
+        p.requires_grad_(True)
+    tables, rows = blocks_of_rows(nep, elements, 3)
+    out = evaluate(Shape.of(nep), forms.FORMS[form], tables, rows)
+    weight = torch.linspace(-1.0, 1.0, out.along.numel(), dtype=torch.float64).reshape(out.along.shape)
+    loss = (out.energies**2).sum() + (weight * out.along).sum() + (weight * out.push).sum()
+    loss.backward()
+    return [p.grad for p in nep.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("n_types", TYPES)
+@every_form
+def test_forms_agree(n_types: int, form: str) -> None:
+    model = model_of(n_types, zbl="universal")
+    items = [crystals.random_structure(k, model.elements, n=9, pbc=p) for k, p in enumerate(crystals.PERIODICITIES)]
+    wanted = Calculator.of(model, device="cpu", dtype="float64", backend="loop").evaluate(items, PROPERTIES)
+    found = Calculator.of(model, device="cpu", dtype="float64", backend=form).evaluate(items, PROPERTIES)
+    for name in PROPERTIES:
+        assert np.allclose(found[name], wanted[name], rtol=1e-10, atol=1e-10, equal_nan=True), name
+
+
+@pytest.mark.parametrize("n_types", TYPES)
+@every_form
+def test_parameter_gradients_agree(n_types: int, form: str) -> None:
+    model = model_of(n_types)
+    nep = NEP(model, torch.float64)
+    wanted = loss_gradients("loop", nep, model.elements)
+    assert len(wanted) >= 6
+    for found, want in zip(loss_gradients(form, nep, model.elements), wanted, strict=True):
+        assert torch.allclose(found, want, rtol=1e-10, atol=1e-10 * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("hidden", [(6,), (6, 5)], ids=["one layer", "two layers"])
+@pytest.mark.parametrize("n_types", [1, 3, 20])
+@every_form
+def test_the_matrix_products_of_gpus_are_right(
+    n_types: int, form: str, hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(n_types, hidden=hidden)
+    items = [crystals.random_structure(k, model.elements, n=9, pbc=p) for k, p in enumerate(crystals.PERIODICITIES)]
+    wanted = Calculator.of(model, device="cpu", dtype="float64", backend="loop").evaluate(items, PROPERTIES)
+    monkeypatch.setattr(products, "on_gpu", lambda _: True)
+    # The network looks it up by its own name.
+    monkeypatch.setattr("nepcore.physics.network.on_gpu", lambda _: True)
+    found = Calculator.of(model, device="cpu", dtype="float64", backend=form).evaluate(items, PROPERTIES)
+    for name in PROPERTIES:
+        assert np.allclose(found[name], wanted[name], rtol=1e-10, atol=1e-10, equal_nan=True), name
+
+
+@pytest.mark.parametrize("n_types", [1, 3, 33])
+def test_both_forms_of_mulsum(n_types: int) -> None:
+    rng = torch.Generator().manual_seed(n_types)
+    c = torch.randn((4, 7, n_types, n_types), generator=rng, dtype=torch.float64)
+    basis = torch.randn((2, 7, 50), generator=rng, dtype=torch.float64)
+    centre, neighbor = torch.randint(n_types, (2, 50), generator=rng)
+    results = []
+    for contract in (mulsum.contract_gather, mulsum.contract_one_hot):
+        table, f = c.clone().requires_grad_(), basis.clone().requires_grad_()
+        g = contract(table, f, centre, neighbor)
+        results.append((g, *torch.autograd.grad((g * g).sum(), (table, f))))
+    assert torch.equal(results[0][0], results[1][0])
+    for found, wanted in zip(*results, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_slots_grow_by_about_a_quarter() -> None:
+    steps = np.diff(pairwise._WIDTHS)
+    assert pairwise._WIDTHS[:10] == [16, 32, 48, 64, 80, 96, 112, 128, 160, 192]
+    assert (steps <= np.maximum(16, 0.26 * np.array(pairwise._WIDTHS[:-1]))).all()
+    assert all(width % 16 == 0 for width in pairwise._WIDTHS)
