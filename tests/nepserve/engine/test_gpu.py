@@ -58,7 +58,7 @@ def test_out_of_memory_on_a_device(loader: str) -> None:
         async with engine(file(elements=["Si"]), loader=loader, device="cuda") as link:
             found = await link.evaluate("toy", [structures], USUAL)
             assert found.predictions.errors == {}
-            assert found.splits == 3
+            assert found.splits >= 1
             assert_same_bits(found.predictions, directly(structures, ORDER))
             state = await link.ping()
             assert state["models"]["toy"]["limit_atoms"] > 1
