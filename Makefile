@@ -50,9 +50,10 @@ lint: $(TEST_READY) ## Check style and types.
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
-format: $(TEST_READY) ## Put the code into the project's format.
+format: $(TEST_READY) ## Put code and generated tables into the project's format.
 	$(RUN)/ruff check --fix-only --quiet .
 	$(RUN)/ruff format .
+	$(RUN)/python docs/settings_table.py --write
 
 bench: $(BENCH_READY) ## Measure what the README states; ARGS go to the scripts.
 	@for script in bench/*.py; do echo "== $$script"; $(RUN)/python $$script $(ARGS) || exit; done

@@ -1,0 +1,20 @@
+"""Relax positions and cell of a crystal with the model of a running server.
+
+make serve MODEL=nep.txt          # in another terminal; without MODEL= a synthetic model, of meaningless numbers
+.venv/bin/python examples/relax.py
+"""
+
+import sys
+
+from ase.build import bulk
+from ase.filters import FrechetCellFilter
+from ase.optimize import BFGS
+
+from nepserve.client.ase import NEPCalculator
+
+url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+atoms = bulk("Si", cubic=True)
+atoms.rattle(0.05, seed=1)
+atoms.calc = NEPCalculator(url)
+BFGS(FrechetCellFilter(atoms)).run(fmax=0.01, steps=50)
+print(f"energy {atoms.get_potential_energy():.4f} eV, cell {atoms.cell.lengths()} Å")
