@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,8 +107,9 @@ class ServerProcess:
         """Wait until it says that it is ready."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if self.process.poll() is None and self.get("/readyz").status_code == 200:
-                return self
+            with contextlib.suppress(httpx.HTTPError):
+                if self.get("/readyz").status_code == 200:
+                    return self
             if self.process.poll() is not None:
                 break
             time.sleep(0.02)
@@ -149,7 +150,7 @@ class ServerProcess:
         self.process.stderr.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def running(**options: Any) -> Iterator[ServerProcess]:
     """A server for the time of a ``with`` block."""
     server = ServerProcess(**options)

@@ -25,8 +25,10 @@ _spec.loader.exec_module(toy)
 def load(path: str, *, device: str = "auto", dtype: str = "float32", backend: str = "auto") -> Any:
     """A toy with the elements and the cutoff of a model file."""
     file = nep_txt.read(path)
-    options = {"elements": file.elements, "cutoff": file.cutoff, "temperature": file.temperature}
-    options.update(json.loads(os.environ.get("STAND_IN", "{}")))
+    options = json.loads(os.environ.get("STAND_IN", "{}"))
+    # Elements with a fault are kept out of the engine's own warm-up.
+    sound = [symbol for symbol in file.elements if symbol not in options.get("faults", {})]
+    options = {"elements": sound, "cutoff": file.cutoff, "temperature": file.temperature, **options}
     return toy.load(json.dumps(options), device=device, dtype=dtype, backend=backend)
 
 

@@ -249,11 +249,11 @@ class Supervisor:
         exited = asyncio.ensure_future(link.exited.wait())
         try:
             while True:
+                self.pulse = await link.ping()
+                self._heard = time.monotonic()
                 await asyncio.wait([exited], timeout=HEARTBEAT)
                 if exited.done():
                     raise EngineDown(str(link.exit))
-                self.pulse = await link.ping()
-                self._heard = time.monotonic()
                 if self._heard - self._probed >= self.settings.probe_interval:
                     for version in self.registry.versions:
                         await link.probe(version.key)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -54,7 +55,13 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser; a head that does not end is refused."""
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.refuse(400, "bad_request", "this is not HTTP/1.1")
         if self.in_head:
             self.head_size += len(data)
             if self.head_size > MAX_HEAD:
@@ -69,10 +76,25 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Hand the request over, unless its head is too large."""
         self.in_head, self.in_body = False, True
+        if self.parser.should_upgrade():
+            return
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEAD:
             self._head_too_large()
             return
         super().on_headers_complete()
+
+    def _stay(self, rest: bytes) -> None:
+        """Read a request that offers another protocol as if it did not: its parser would drop the body."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.refuse(400, "bad_request", "this server is no proxy")
+            return
+        kept = [(name, value) for name, value in self.headers if name not in {b"upgrade", b"connection"}]
+        head = b"".join([
+            method, b" ", self.url, b" HTTP/1.1\r\n", *[b"%b: %b\r\n" % header for header in kept], b"\r\n",
+        ])  # fmt: skip
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(head + rest)
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of a body, or throw it away if its request was answered already."""
@@ -85,6 +107,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note that the body is here."""
+        if self.parser.should_upgrade():
+            return
         self.in_body = False
         super().on_message_complete()
 
@@ -102,10 +126,6 @@ class Connection(HttpToolsProtocol):
         """Note that the peer reads again."""
         self.write_paused_at = None
         super().resume_writing()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP."""
-        self.refuse(400, "bad_request", msg)
 
     def refuse(self, status: int, code: str, detail: str) -> None:
         """Write a problem and close, without the application."""
