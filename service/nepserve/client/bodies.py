@@ -109,7 +109,12 @@ def gather_one(item: StructureLike | Structures) -> Structures:
                 reason = f"evaluate takes one structure and {len(item)} came; evaluate_many takes any number"
                 raise StructureError("bad_value", reason)
             return item
-        return Structures.pack([as_structure(item)])
+        one = as_structure(item)
+        heat = np.nan if one.temperature is None else one.temperature
+        # Views in place of the copies that packing makes: they are written to the body at once.
+        return Structures(
+            np.array([len(one)], np.int64), one.numbers, one.positions, one.cell[None], one.pbc[None], np.array([heat])
+        )
     except StructureError as error:
         raise StructureRejected.of(error) from error
 

@@ -219,6 +219,7 @@ def from_answer(
     request_id = _text(problem, "request_id") or request_id
     if code in STATUS_NUMBERS and problem.get("field") not in _ENVELOPE:
         return _rejection(problem, code, detail, url, request_id)
+    detail = detail.rstrip(".")
     said = f"{code}: {detail}" if code and detail else code or detail or "no reason given"
     known: dict[str, Any] = {
         "status": status, "code": code, "detail": detail, "url": url, "request_id": request_id, "problem": problem,
