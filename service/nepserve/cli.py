@@ -1,4 +1,4 @@
-"""The command line: ``nepserve serve``, ``predict``, ``check``, ``env``, ``version``.
+"""The command line: ``nepserve serve``, ``predict``, ``ipi``, ``check``, ``env``, ``version``.
 
 Exit codes: 0 it worked; 1 it did not (an engine that cannot be kept alive, structures that cannot be evaluated, a model
 file that is refused by ``check``); 2 the command, a setting or an input file is wrong; 130 interrupted.
@@ -35,10 +35,9 @@ _SERVER_MODULES = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Making the flags of `serve` from the settings class takes a moment that the other commands need not wait.
-    app = build(serve_flags=words[:1] == ["serve"])
     try:
-        app(words, prog_name="nepserve")
+        # Making the flags of `serve` from the settings class takes a moment that the other commands need not wait.
+        build(serve_flags=words[:1] == ["serve"])(words, prog_name="nepserve")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
@@ -70,6 +69,7 @@ def build(*, serve_flags: bool = True) -> typer.Typer:
     )
     app.command("serve", help=_SERVE_HELP)(_serve_command() if serve_flags else _serve)
     app.command("predict")(predict)
+    app.command("ipi")(ipi)
     app.command("check")(check)
     app.command("env")(env)
     app.command("version")(version)
@@ -228,6 +228,46 @@ def _summary(result: PredictResult) -> list[str]:
     return lines
 
 
+def ipi(
+    address: Annotated[str, typer.Option(help="Where i-PI listens: host:port, or unix:NAME.")],
+    url: Annotated[str, typer.Option(help="The nepserve server.")],
+    structure: Annotated[
+        Path, typer.Option(help="XYZ file that tells the species, in the order of i-PI's input; its first frame.")
+    ],
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model of the server, if it has several.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="K, for temperature models.")] = None,
+    molecule: Annotated[bool, typer.Option("--molecule", help="Not periodic, whatever the cell.")] = False,
+    connections: Annotated[int, typer.Option(help="Connections to i-PI: structures under way at a time.")] = 1,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for i-PI and for the server to be there.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for one evaluation, restarts of the server included.")] = 60.0,
+    api_key: Annotated[str | None, typer.Option(envvar="NEPSERVE_API_KEY", help="The server's key.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")] = False,
+) -> None:
+    """Give i-PI the forces of a served model."""
+    from nepcore.files import xyz
+
+    from .client import NepserveError
+    from .client import ipi as bridge
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(f"nepserve: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+    try:
+        frame = next(xyz.read_blocks(structure, max_atoms=1)).structures.view(0)
+        steps = bridge.run(
+            address, url, frame.numbers, model=model, pbc=not molecule, temperature=temperature,
+            connections=connections, wait_seconds=wait, report=say, timeout=timeout, api_key=api_key,
+        )  # fmt: skip
+    except StopIteration:
+        _fail(f"{structure} has no structure", WRONG)
+    except ValueError as error:
+        _fail(str(error), WRONG)
+    except (NepserveError, bridge.ProtocolError) as error:
+        _fail(f"stopped, no forces were sent: {error}", FAILED)
+    say(f"i-PI is done, {steps} force messages")
+
+
 def check(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A nep.txt, or a folder with one.")],
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
@@ -240,7 +280,12 @@ def check(
         report = look(locate(model))
     except ModelFileError as error:
         _fail(str(error), FAILED)
-    print(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))  # noqa: T201
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=2))  # noqa: T201
+    elif report.error is not None:
+        _fail(str(report.error), FAILED)
+    else:
+        print("\n".join(report.lines()))  # noqa: T201
     sys.exit(report.exit_code)
 
 
