@@ -62,6 +62,7 @@ docs: $(TEST_READY) ## Build the documentation into site/.
 	$(RUN)/mkdocs build --strict --quiet
 
 wheel: $(TEST_READY) ## Build the package into dist/.
+	rm -rf dist
 	$(RUN)/python -m pip wheel --disable-pip-version-check $(PIP_FLAGS) --quiet --no-deps --wheel-dir dist .
 
 lock: $(TEST_READY) ## Pin what goes into the images to what is installed here.
