@@ -94,7 +94,7 @@ def _fault(found: Predictions, structures: Structures, properties: Sequence[str]
 
 
 def one_result(found: Predictions, properties: Sequence[str], *, url: str, request_id: str | None) -> Prediction:
-    """The only result of a block of one, its arrays fresh and writable.
+    """The only result of a block of one; its arrays belong to nobody else.
 
     Raises:
         StructureRejected: The structure could not be evaluated.
@@ -102,7 +102,7 @@ def one_result(found: Predictions, properties: Sequence[str], *, url: str, reque
     if found.errors:
         raise StructureRejected.of(found.errors[0], url=url, request_id=request_id)
     given = found.view(0).values
-    values = {k: given[k].copy() if isinstance(given[k], np.ndarray) else given[k] for k in properties if k in given}
+    values = {name: given[name] for name in properties if name in given}
     return Prediction(values, tuple(name for name in properties if name not in values))
 
 

@@ -93,7 +93,7 @@ class NEPCalculator(Calculator):
         else:
             self.client = Client(url, **options)
         # Results fetched ahead by calculate_many, until a structure comes that is not among them.
-        self._ahead: list[tuple[Atoms, dict[str, Any]]] = []
+        self._ahead: dict[tuple[Any, ...], dict[str, Any]] = {}
         super().__init__(model=model, properties=check_properties(properties), atoms=atoms)
 
     def _get_name(self) -> str:
@@ -115,7 +115,7 @@ class NEPCalculator(Calculator):
             kwargs["properties"] = check_properties(kwargs["properties"])
         changed: dict[str, Any] = super().set(**kwargs)
         if changed:
-            self._ahead = []
+            self._ahead = {}
         return changed
 
     def todict(self, skip_default: bool = True) -> dict[str, Any]:
@@ -159,6 +159,7 @@ class NEPCalculator(Calculator):
         self.reset()
         found = self._from_ahead(structure, names)
         if found is None:
+            self._ahead = {}
             found = _results(self.client.evaluate(structure, names, model=self.parameters["model"]))
         self._take(structure, found)
 
@@ -190,6 +191,8 @@ class NEPCalculator(Calculator):
     def calculate_many(self, images: Iterable[Atoms]) -> None:
         """Fetch the results of all ``images`` in one go, so that asking for them one by one sends nothing.
 
+        Only those that have moved since the last time are fetched.
+
         For the images of a nudged elastic band, whether they share this calculator or have their own of the same
         server and model; see ``docs/client.md``.
 
@@ -197,10 +200,18 @@ class NEPCalculator(Calculator):
             NepserveError: As :meth:`evaluate_many`; nothing is kept then.
         """
         images = list(images)
+        known: dict[tuple[Any, ...], dict[str, Any]] = {}
+        missing: dict[tuple[Any, ...], Atoms] = {}
+        for image in images:
+            found = self._from_ahead(image, self._names((), image))
+            if found is None:
+                missing[_key(image)] = image
+            else:
+                known[_key(image)] = found
         self.reset()
-        self._ahead = []
-        ahead = list(zip([image.copy() for image in images], self.evaluate_many(images), strict=True))
-        self._ahead = ahead
+        self._ahead = {}
+        fetched = self.evaluate_many(missing.values())
+        self._ahead = {**known, **dict(zip(missing, fetched, strict=True))}
         for image in images:
             if isinstance(image.calc, NEPCalculator) and image.calc is not self:
                 image.calc.accept(self)
@@ -215,7 +226,7 @@ class NEPCalculator(Calculator):
         return Properties({name: value for name, value in self.results.items() if name in all_properties})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": []}
+        return {**self.__dict__, "_ahead": {}}
 
     def _names(self, wanted: Iterable[str], structure: Atoms) -> tuple[str, ...]:
         """Properties to ask for: those of the calculator, and ``wanted``, as far as they exist."""
@@ -228,12 +239,9 @@ class NEPCalculator(Calculator):
             names["energy"] = None
         return tuple(names)
 
-    def _from_ahead(self, structure: Atoms, names: Sequence[str]) -> dict[str, Any] | None:
-        for image, found in self._ahead:
-            if not _differences(image, structure) and all(name in found for name in names):
-                return _copy(found)
-        self._ahead = []
-        return None
+    def _from_ahead(self, structure: Atoms, names: Iterable[str]) -> dict[str, Any] | None:
+        found = self._ahead.get(_key(structure)) if self._ahead else None
+        return _copy(found) if found is not None and all(name in found for name in names) else None
 
     def _take(self, structure: Atoms, found: dict[str, Any]) -> None:
         self.atoms = structure.copy()
@@ -253,6 +261,12 @@ def _differences(before: Atoms, now: Atoms) -> list[str]:
     if before.info.get("temperature") != now.info.get("temperature"):
         found.append("temperature")
     return found
+
+
+def _key(atoms: Atoms) -> tuple[Any, ...]:
+    """What the energy of a structure depends on, bit for bit."""
+    arrays = atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc
+    return (*(array.tobytes() for array in arrays), atoms.info.get("temperature"))
 
 
 def _results(prediction: Prediction) -> dict[str, Any]:

@@ -497,9 +497,18 @@ def test_the_images_of_a_band_come_in_one_request(server, shared):
     calculators[0].calculate_many(band.images)
     np.testing.assert_array_equal(band.get_forces(), wanted)
     assert asked(server) == before + 1
+    # Nothing moved, then one image: nothing is sent, then that image alone.
+    calculators[0].calculate_many(band.images)
+    band.get_forces()
+    assert asked(server) == before + 1
+    band.images[2].positions[1] += 0.01
+    calculators[0].calculate_many(band.images)
+    band.get_forces()
+    assert asked(server) == before + 2
+    assert len(server.evaluations[-1].counts) == 1
     band.images[2].positions[1] += 0.01
     band.images[2].get_forces()
-    assert asked(server) == before + 2
+    assert asked(server) == before + 3
 
 
 def test_results_fetched_ahead_stay_with_their_server_and_model(server):
@@ -526,6 +535,7 @@ def test_a_failure_keeps_nothing_that_was_fetched_ahead(calc, server, fault):
     for image in images:
         image.calc = calc
     calc.calculate_many(images)
+    images[2].positions += 0.1
     server.always = fault(500, "internal")
     with pytest.raises(NepserveError):
         calc.calculate_many(images)

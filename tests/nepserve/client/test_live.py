@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import signal
-import subprocess
-import sys
-import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,65 +18,17 @@ from nepcore.files import nep_txt
 from nepcore.structures import Structure
 from nepcore.synthetic import make_model
 from nepserve.client import AsyncClient, Client, ConnectionFailed, ServerError, StructureRejected, Timeout
+from servers import ServerProcess, running
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
 KEY = "0123456789abcdef-key"
 NAMES = ["energy", "energies", "forces", "stress", "virial", "virials", "descriptors"]
 
 
-class Live:
-    """A running ``nepserve serve``."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        code = "import sys; from nepserve.cli import main; sys.exit(main())"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", "--dtype", "float64", "--threads", "1", "--device", "cpu", *words],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        self.lines: list[str] = []
-        self.url = ""
-        listening = threading.Event()
-
-        def read() -> None:
-            assert self.process.stdout is not None
-            for line in self.process.stdout:
-                self.lines.append(line)
-                found = re.search(r" nepserve \S+ on (\S+?),", line)
-                if found:
-                    self.url = found[1]
-                    listening.set()
-            listening.set()
-
-        self.reader = threading.Thread(target=read, daemon=True)
-        self.reader.start()
-        listening.wait(120)
-        if not self.url:
-            self.stop()
-            pytest.fail(f"the server did not start: {''.join(self.lines)}")
-
-    def stop(self) -> None:
-        """End it in order, or by force."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self.reader.join(10)
-        self.process.stdout.close()
-
-
-@contextmanager
-def serving(*words: str) -> Iterator[Live]:
-    live = Live(words)
-    try:
-        yield live
-    finally:
-        live.stop()
+OPTIONS = {"loader": "nepcore:load", "dtype": ["float64"], "device": "cpu", "threads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +44,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def live(models: dict[str, Path]) -> Iterator[Live]:
-    shared = [f"toy={TOY_SI}"] if TOY_SI.is_file() else []
-    with serving(
-        *(f"{name}={path}" for name, path in models.items()), *shared, "--port", "0", "--api-keys", f"user:{KEY}"
-    ) as found:
-        try:
-            Client(found.url, api_key=KEY).wait_until_ready(240)
-        except Timeout as error:
-            pytest.fail(f"{error}\n{''.join(found.lines)}")
+def live(models: dict[str, Path]) -> Iterator[ServerProcess]:
+    words = [f"{name}={path}" for name, path in models.items()]
+    if TOY_SI.is_file():
+        words.append(f"toy={TOY_SI}")
+    with running(**OPTIONS, models=words, api_keys=[f"user:{KEY}"]) as found:
+        Client(found.url, api_key=KEY).wait_until_ready(240)
         yield found
 
 
 @pytest.fixture
-def client(live: Live) -> Client:
+def client(live: ServerProcess) -> Client:
     return Client(live.url, model="si-ge", api_key=KEY)
 
 
@@ -275,8 +218,8 @@ def test_dynamics_goes_on_over_a_restart_of_the_server(models, library, tmp_path
         return atoms.positions
 
     path = tmp_path / "nep.sock"
-    words = (f"si-ge={models['si-ge']}", "--uds", str(path))
-    with serving(*words) as first:
+    words = {**OPTIONS, "models": [f"si-ge={models['si-ge']}"], "uds": str(path)}
+    with running(**words) as first:
         calculator = NEPCalculator(f"unix://{path}", timeout=200.0)
         calculator.client.wait_until_ready(240)
         started = []
@@ -285,24 +228,24 @@ def test_dynamics_goes_on_over_a_restart_of_the_server(models, library, tmp_path
             # As hard as it gets: the socket stays behind, nobody listens.
             first.process.kill()
             first.process.wait()
-            started.append(Live(words))
+            started.append(ServerProcess(**words))
 
         try:
             found = trajectory(calculator, restart)
         finally:
             for second in started:
-                second.stop()
+                second.close()
     np.testing.assert_allclose(found, trajectory(Direct()), rtol=0, atol=1e-9)
 
 
 def test_a_server_that_is_gone_is_an_error(models, tmp_path):
     path = tmp_path / "nep.sock"
     pair = {"symbols": ["Si", "Si"], "positions": [[0, 0, 0], [0, 0, 2.3]]}
-    with serving(f"si-ge={models['si-ge']}", "--uds", str(path)) as found:
+    with running(**OPTIONS, models=[f"si-ge={models['si-ge']}"], uds=str(path)) as found:
         # As the server writes its own address.
-        client = Client(found.url, retries=2)
+        client = Client(f"unix:{path}", retries=2)
         client.wait_until_ready(240)
         assert np.isfinite(client.evaluate(pair)["energy"])
-    assert found.process.returncode == 0
-    with pytest.raises(ConnectionFailed, match=r"nep\.sock"):
-        client.evaluate(pair)
+        assert found.terminate(60) == 0
+        with pytest.raises(ConnectionFailed, match=r"nep\.sock"):
+            client.evaluate(pair)
