@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 import numpy as np
 
 from nepcore.errors import StructureError
-from nepcore.structures import PER_ATOM, PER_STRUCTURE, PROPERTIES, Predictions, Structure, Structures
+from nepcore.structures import PER_ATOM, PER_STRUCTURE, PROPERTIES, Predictions, Structure, Structures, atomic_numbers
 from nepserve.wire.msgpack_format import pack_request
 
 from .errors import ServerError, StructureRejected
@@ -61,7 +61,8 @@ def as_structure(item: StructureLike) -> Structure:
         StructureError: It is not a structure: an unknown key, symbol or a wrong shape.
     """
     if isinstance(item, Structure):
-        return item
+        # Made by hand, it may hold numbers that do not fit into the byte they travel in.
+        return item if item.numbers.dtype == np.uint8 else replace(item, numbers=atomic_numbers(item.numbers))
     if isinstance(item, Mapping):
         return _from_mapping(item)
     if hasattr(item, "positions") and hasattr(item, "numbers") and hasattr(item, "pbc"):
@@ -108,7 +109,7 @@ def gather_one(item: StructureLike | Structures) -> Structures:
             if len(item) != 1:
                 reason = f"evaluate takes one structure and {len(item)} came; evaluate_many takes any number"
                 raise StructureError("bad_value", reason)
-            return item
+            return _in_bytes(item)
         one = as_structure(item)
         heat = np.nan if one.temperature is None else one.temperature
         # Views in place of the copies that packing makes: they are written to the body at once.
@@ -119,10 +120,14 @@ def gather_one(item: StructureLike | Structures) -> Structures:
         raise StructureRejected.of(error) from error
 
 
+def _in_bytes(block: Structures) -> Structures:
+    return block if block.numbers.dtype == np.uint8 else replace(block, numbers=atomic_numbers(block.numbers))
+
+
 def gather(items: Structures | Iterable[StructureLike]) -> Work:
     """Pack the structures of a call; those that are none are set apart."""
     if isinstance(items, Structures):
-        return Work(items, None, items.counts, {})
+        return Work(_in_bytes(items), None, items.counts, {})
     if isinstance(items, (Structure, Mapping)) or hasattr(items, "get_positions"):
         raise TypeError("evaluate_many takes a sequence of structures; evaluate takes one")
     good: list[Structure] = []

@@ -14,6 +14,7 @@ import select
 import socket
 import ssl
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -97,12 +98,32 @@ class Connection:
                 self._socket.sendall(head + body)
             else:
                 self._socket.sendall(head)
-                self._socket.settimeout(_wait(deadline))
-                self._socket.sendall(body)
+                self._send_watching(body, deadline)
         except (BrokenPipeError, ConnectionResetError):
             self.keep = False
             if not self._answered():
                 raise Broken("the server closed the connection while the request was sent", early=True) from None
+
+    def _send_watching(self, body: bytes, deadline: float) -> None:
+        """Send a large body, but stop when an answer comes before its end: it is refused, and nobody reads the rest."""
+        if isinstance(self._socket, ssl.SSLSocket) or not hasattr(select, "poll"):
+            # What can be read from a TLS socket need not be an answer.
+            self._socket.settimeout(_wait(deadline))
+            self._socket.sendall(body)
+            return
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLOUT)
+        self._socket.setblocking(False)
+        left = memoryview(body)
+        while left:
+            events = poll.poll(1000.0 * _wait(deadline))
+            if not events:
+                raise TimeoutError("the time for the call is over")
+            if events[0][1] & ~select.POLLOUT:
+                self.keep = False
+                return
+            with suppress(BlockingIOError):
+                left = left[self._socket.send(left[:_JOIN]) :]
 
     def receive(self, deadline: float) -> Answer:
         """Read the answer to the request sent last.
@@ -299,7 +320,8 @@ def _wait(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("the time for the call is over")
-    return left
+    # More does not fit into the operating system's numbers.
+    return min(left, 1e6)
 
 
 def _readable(open_socket: socket.socket) -> bool:

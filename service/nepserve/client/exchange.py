@@ -84,6 +84,11 @@ class Exchange:
         self._idle: deque[Connection] = deque()
         self._reached = False
 
+    def __del__(self) -> None:
+        # Not reached if the constructor failed; a client that is simply dropped leaves no socket to complain about.
+        if hasattr(self, "_idle"):
+            self.close()
+
     def __getstate__(self) -> dict[str, Any]:
         return {"address": self.address, "_key": self._key, "_verify": self._verify}
 

@@ -44,10 +44,17 @@ def check_key(key: str | None) -> str | None:
 
 
 def tls_context(address: Address, verify: bool | str) -> ssl.SSLContext | None:
-    """How certificates are checked: True against the system's authorities, a path against those in that file."""
+    """How certificates are checked: True against the system's authorities, a path against those in that file.
+
+    Raises:
+        ValueError: There are no certificates in that file.
+    """
     if not address.tls:
         return None
-    context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+    try:
+        context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+    except OSError as error:
+        raise ValueError(f"verify: {verify} is not a file of certificates: {error.strerror or error}") from error
     if verify is False:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

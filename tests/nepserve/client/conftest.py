@@ -137,6 +137,8 @@ class ToyServer:
         self.seen: list[Seen] = []
         self.plan: deque[Reply] = deque()
         self.always: Reply | None = None
+        self.stay: threading.Event | None = None
+        """Keeps connections open whose request is not read."""
         self.ready: deque[Reply] = deque()
         self.connections = 0
         self.open: set[Any] = set()
@@ -223,6 +225,8 @@ class ToyServer:
         if reply.unread:
             self.seen.append(Seen(method, path, headers, b"", number))
             self.write(handler, reply, reply.status or 413, reply.kind or "text/plain", reply.body or b"")
+            if self.stay is not None:
+                self.stay.wait(60)
             return False
         body = handler.rfile.read(int(headers.get("content-length", 0)))
         seen = Seen(method, path, headers, body, number)

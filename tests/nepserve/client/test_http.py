@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
 import socket
 import ssl
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
@@ -692,3 +694,45 @@ def test_after_any_fault_the_client_goes_on(client, server, reply, fault):
         except NepserveError:
             server.plan.clear()
         assert client.evaluate(SI2)["energy"] == energy
+
+
+def test_a_large_body_refused_at_once_is_not_sent_to_its_end(server, reply):
+    document = b'{"code": "body_too_large", "detail": "at most 1 MB", "max_bytes": 1000000}'
+    server.stay = threading.Event()
+    server.always = reply(413, document, "application/problem+json", unread=True)
+    huge = {"numbers": np.full(2_000_000, 14), "positions": np.zeros((2_000_000, 3))}
+    # The server reads nothing and keeps the connection open: only who looks for an answer while sending gets it.
+    with pytest.raises(ServerError, match="at most 1 MB") as caught:
+        Client(server.url, retries=0).evaluate(huge)
+    server.stay.set()
+    assert caught.value.problem["max_bytes"] == 1_000_000
+
+
+def test_numbers_that_do_not_fit_into_a_byte_are_refused_and_not_folded(client, server):
+    by_hand = Structure(np.array([14 + 256]), np.zeros((1, 3)), np.zeros((3, 3)), np.zeros(3, bool))
+    for item in (by_hand, Structures.pack([by_hand])):
+        with pytest.raises(StructureRejected, match="270"):
+            client.evaluate(item)
+    assert server.seen == []
+    wide = Structure(np.array([14]), np.zeros((1, 3)), np.zeros((3, 3)), np.zeros(3, bool))
+    assert client.evaluate(wide)["energy"] == client.evaluate({"numbers": [14], "positions": [[0, 0, 0]]})["energy"]
+
+
+def test_a_very_long_time_is_as_good_as_any(server):
+    assert Client(server.url, timeout=1e30).evaluate(SI2)["energy"]
+
+
+def test_a_file_of_certificates_that_is_none(tmp_path):
+    (tmp_path / "empty.pem").write_text("")
+    for name in ("empty.pem", "missing.pem"):
+        with pytest.raises(ValueError, match=name):
+            Client("https://127.0.0.1:1", verify=tmp_path / name)
+
+
+def test_a_client_that_is_dropped_leaves_no_socket(server):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client = Client(server.url)
+        client.evaluate(SI2)
+        del client
+        gc.collect()
