@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -37,6 +38,9 @@ PREFIX = "/tmp/ipi_"
 
 WAIT_SECONDS = 60.0
 """How long a driver waits for i-PI's socket, s, where nothing else is said."""
+
+PROBE_SECONDS = 5
+"""A quiet TCP connection is probed this often, s."""
 
 _HEAD = 12
 _MAX_BATCH = 1 << 16
@@ -67,6 +71,11 @@ class Address:
             found = socket.create_connection((self.host, self.port), timeout=timeout)
             # A step is a few short messages to and fro: none may wait for company.
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A listener whose queue is full drops connections without a word, and a node may vanish: find out.
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if sys.platform == "linux":
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_SECONDS)
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
         else:
             found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -142,6 +151,7 @@ class Driver:
 
     Attributes:
         steps: Messages with positions that were answered.
+        heard: Whether i-PI ever said anything.
     """
 
     def __init__(self, stream: socket.socket, field: Evaluator, n_atoms: int) -> None:
@@ -153,6 +163,7 @@ class Driver:
             n_atoms: How many they are.
         """
         self.steps = 0
+        self.heard = False
         self._stream = stream
         self._field = field
         self._n_atoms = n_atoms
@@ -255,6 +266,7 @@ class Driver:
             if self._results is not None:
                 raise ConnectionError("i-PI closed the connection in the middle of a step")
             return ""
+        self.heard = True
         rest = self._receive(_HEAD - len(first)) if len(first) < _HEAD else b""
         return (first + rest).decode("ascii", "replace").strip().upper()
 
@@ -328,35 +340,66 @@ def run(
     client = as_client(url, options)
     client.wait_until_ready(wait_seconds)
     check_elements(client, model, z.tolist())
-    streams: list[socket.socket] = []
-    drivers: list[Driver] = []
+    lines = [_Line(place, wait_seconds) for _ in range(connections)]
     try:
-        for k in range(connections):
-            streams.append(connect(place, wait_seconds, None if k else say))
-            field = evaluator(client, z, pbc, model=model, temperature=temperature)
-            drivers.append(Driver(streams[k], field, len(z)))
+        for k, line in enumerate(lines):
+            line.connect(None if k else say)
         many = "" if connections == 1 else f" {connections} times"
         say(f"connected to i-PI at {place}{many}; {len(z)} atoms")
+        fields = [evaluator(client, z, pbc, model=model, temperature=temperature) for _ in lines]
         if connections == 1:
-            drivers[0].serve()
-        else:
-            _serve_all(drivers, streams)
+            return lines[0].serve(fields[0], len(z))
+        return _serve_all(lines, fields, len(z))
     finally:
-        for stream in streams:
-            stream.close()
-    return sum(driver.steps for driver in drivers)
+        for line in lines:
+            line.close()
 
 
-def _serve_all(drivers: Sequence[Driver], streams: Sequence[socket.socket]) -> None:
+class _Line:
+    """A connection that is made anew if it breaks before i-PI has said anything: then nobody had accepted it."""
+
+    def __init__(self, place: Address, seconds: float) -> None:
+        self._place = place
+        self._seconds = seconds
+        self._stream: socket.socket | None = None
+
+    def connect(self, report: Callable[[str], None] | None = None) -> None:
+        self.close()
+        self._stream = connect(self._place, self._seconds, report)
+
+    def serve(self, field: Evaluator, n_atoms: int) -> int:
+        """Serve to the end; how many messages with positions were answered."""
+        ends = time.monotonic() + self._seconds
+        while True:
+            assert self._stream is not None
+            driver = Driver(self._stream, field, n_atoms)
+            try:
+                driver.serve()
+            except OSError:
+                if driver.heard or time.monotonic() > ends:
+                    raise
+                self.connect()
+            else:
+                return driver.steps
+
+    def hang_up(self) -> None:
+        """Wake a thread that reads: for it, the stream ends."""
+        if self._stream is not None:
+            with suppress(OSError):
+                self._stream.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+def _serve_all(lines: Sequence[_Line], fields: Sequence[Evaluator], n_atoms: int) -> int:
     """Serve several connections; the first failure ends them all."""
-    with ThreadPoolExecutor(len(drivers)) as pool:
-        jobs = [pool.submit(driver.serve) for driver in drivers]
+    with ThreadPoolExecutor(len(lines)) as pool:
+        jobs = [pool.submit(line.serve, field, n_atoms) for line, field in zip(lines, fields, strict=True)]
         try:
             done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
         finally:
-            # Threads that still read wake up with an end of the stream.
-            for stream in streams:
-                with suppress(OSError):
-                    stream.shutdown(socket.SHUT_RDWR)
-    for job in done:
-        job.result()
+            for line in lines:
+                line.hang_up()
+    return sum(job.result() for job in done)
