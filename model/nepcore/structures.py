@@ -409,25 +409,36 @@ def _sound_cell(cell: list[list[float]], pbc: list[bool]) -> bool:
     if pbc == [False, False, False]:
         return True
     edges = sqrt(ax * ax + ay * ay + az * az) * sqrt(bx * bx + by * by + bz * bz) * sqrt(cx * cx + cy * cy + cz * cz)
-    volume = abs(ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx))
+    volume = triple_product(cell)
     # Far from where rounding and zero vectors matter; if the three vectors are independent, so are any two.
     return edges > 1e-3 and volume > 1e-3 * edges
 
 
 def _singular(cells: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Whether the periodic vectors of each cell are zero or dependent, (B,)."""
+    singular = np.zeros(len(cells), bool)
     if not pbc.any():
-        return np.zeros(len(cells), bool)
-    box = np.where(np.abs(cells) <= MAX_COORDINATE, cells, 0.0)
+        return singular
+    # What is beyond the limit is told as such; clipped, it does not overflow here.
+    box = np.clip(np.where(np.isfinite(cells), cells, 0.0), -MAX_COORDINATE, MAX_COORDINATE)
     length = np.linalg.norm(box, axis=2)
-    zero = ((length < _MIN_SPAN) & pbc).any(axis=1)
+    singular |= ((length < _MIN_SPAN) & pbc).any(axis=1)
     unit = box / np.maximum(length, 1e-300)[:, :, None]
-    # Non-periodic directions are replaced by what completes the periodic ones: the Gram determinant of the
-    # periodic vectors alone is what counts.
-    gram = np.einsum("bik,bjk->bij", unit, unit)
-    both = pbc[:, :, None] & pbc[:, None, :]
-    gram = np.where(both, gram, np.eye(3))
-    return zero | (np.linalg.det(gram) < _MIN_SPAN**2)
+    # Volume or area that the unit vectors span: a Gram determinant, its square, would drown in rounding.
+    periodic = pbc.sum(axis=1)
+    if (three := np.flatnonzero(periodic == 3)).size:
+        singular[three] |= triple_product(unit[three].transpose(1, 2, 0)) < _MIN_SPAN
+    if (two := np.flatnonzero(periodic == 2)).size:
+        free = np.argmin(pbc[two], axis=1)
+        across = np.cross(unit[two, (free + 1) % 3], unit[two, (free + 2) % 3])
+        singular[two] |= np.linalg.norm(across, axis=1) < _MIN_SPAN
+    return singular
+
+
+def triple_product(vectors: Any) -> Any:
+    """|a · (b × c)| of three vectors, of floats or of arrays alike: the volume of a cell, in the same bits for both."""
+    (ax, ay, az), (bx, by, bz), (cx, cy, cz) = vectors
+    return abs(ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx))
 
 
 def ragged_arange(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -552,4 +563,5 @@ __all__ = [
     "Structures",
     "atomic_numbers",
     "ragged_arange",
+    "triple_product",
 ]

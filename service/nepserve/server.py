@@ -227,7 +227,7 @@ class _Process:
 
         service = Service(self.settings, registry, dispatcher, supervisor, self.keys)
         service.observe()
-        supervisor.on_restart = lambda reason: service.metrics.restarts.inc()  # noqa: ARG005
+        supervisor.on_restart = lambda reason: service.metrics.restarts.add()  # noqa: ARG005
         server = _server(create_app(service), self.settings, Connection, self.context)
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
         others = [

@@ -6,6 +6,7 @@ FastAPI. It is plain ASGI because it is on the way of every force call.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import secrets
@@ -35,7 +36,15 @@ OPEN = frozenset({
 })  # fmt: skip
 """Addresses that need no key: probes have none to give, and the pages say nothing about this server's work."""
 
+_PREFIX = secrets.token_hex(4)
+_numbers = itertools.count(1)
+
 _ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def _new_id() -> str:
+    """An id that no other request of this or another server has: a random part drawn once, and a number."""
+    return f"{_PREFIX}{next(_numbers):08x}"
 
 
 class Call:
@@ -49,7 +58,7 @@ class Call:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         given = self.headers.get(b"x-request-id")
-        self.id = given.decode() if given is not None and _ID.fullmatch(given) else secrets.token_hex(8)
+        self.id = given.decode() if given is not None and _ID.fullmatch(given) else _new_id()
         address = scope.get("client")
         self.client: str = address[0] if address else "local"
         self.key: Key | None = None
@@ -84,7 +93,7 @@ class Door:
                 await self._through_api(call, scope, receive, send)
         except ClientGone:
             call.status, call.note = 499, "the client went away"
-            self.service.metrics.abandoned.inc()
+            self.service.metrics.abandoned.add()
         except Exception as error:
             wire_error = problems.as_wire_error(error)
             if wire_error is None:
@@ -95,7 +104,7 @@ class Door:
             call.note = wire_error.code
             if call.status == 0:
                 if wire_error.status in _SHED:
-                    self.service.metrics.shed.labels(wire_error.code).inc()
+                    self.service.metrics.shed.add(wire_error.code)
                 await self._send(call, send, *problems.answer(wire_error, call.id))
         finally:
             self._note(call)

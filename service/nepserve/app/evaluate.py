@@ -143,7 +143,7 @@ class Evaluate:
                 request.properties,
                 version.source.file.dim,
             )
-        self._count(version, predictions, answer)
+        self._count(version, request.structures.n_atoms, predictions, answer)
         if request.single and predictions.errors:
             raise self._refusal(predictions.errors[0])
         large = large or request.structures.n_atoms > LARGE_BLOCK
@@ -175,12 +175,12 @@ class Evaluate:
             refusal.extra["max_atoms"] = self.service.dispatcher.max_atoms
         return refusal
 
-    def _count(self, version: Version, predictions: Predictions, answer: Answer | None) -> None:
+    def _count(self, version: Version, atoms: int, predictions: Predictions, answer: Answer | None) -> None:
         metrics = self.service.metrics
-        atoms = int(predictions.offsets[-1])
-        metrics.evaluated(version.name, len(predictions), atoms, None if answer is None else answer.queue_seconds)
+        waited = None if answer is None else answer.queue_seconds
+        metrics.evaluated(version.name, len(predictions), atoms, waited)
         for error in predictions.errors.values():
-            metrics.failures.labels(version.name, error.code).inc()
+            metrics.failures.add(version.name, error.code)
 
 
 async def _run(elsewhere: bool, work: Callable[..., T], *arguments: Any) -> T:

@@ -88,14 +88,14 @@ class Service:
     def observe(self) -> None:
         """Let the metrics see queue, engine and batches."""
         metrics, dispatcher = self.metrics, self.dispatcher
-        metrics.gauge("requests_running", "Requests wholly in the engine.", lambda: dispatcher.running)
-        metrics.gauge("requests_waiting", "Requests that wait for it.", lambda: dispatcher.waiting.requests)
-        metrics.gauge("queue_atoms", "Atoms that wait for it.", lambda: dispatcher.waiting.atoms)
-        metrics.gauge("requests_in_flight", "Requests between body and answer.", lambda: self.in_flight)
-        metrics.gauge("ready", "1 if the server is ready.", lambda: float(self.unready is None))
-        metrics.gauge(
-            "engine_heartbeat_age_seconds", "Since the engine was heard of.", lambda: self.engine.heartbeat_age
-        )
+        metrics.gauges.update({
+            "requests_running": ("Requests wholly in the engine.", lambda: dispatcher.running),
+            "requests_waiting": ("Requests that wait for it.", lambda: dispatcher.waiting.requests),
+            "queue_atoms": ("Atoms that wait for it.", lambda: dispatcher.waiting.atoms),
+            "requests_in_flight": ("Requests between body and answer.", lambda: self.in_flight),
+            "ready": ("1 if the server is ready.", lambda: float(self.unready is None)),
+            "engine_heartbeat_age_seconds": ("Since the engine was heard of.", lambda: self.engine.heartbeat_age),
+        })  # fmt: skip
         metrics.memory = lambda: self.engine.memory
         metrics.models = lambda: [
             (v.name, v.source.sha256, str(v.info.get("backend", "")), v.dtype) for v in self.registry.versions
