@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import resource
@@ -46,6 +47,10 @@ ENGINE_SECONDS = 2.0
 ABORTED = 130
 GAVE_UP = 1
 
+# mallopt(3)
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
 
 def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
     """Serve until told to stop; returns the exit code.
@@ -65,6 +70,7 @@ def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
     listener = listen(settings)
     _allow_connections(settings.max_connections)
     sys.setswitchinterval(SWITCH_SECONDS)
+    _keep_freed_memory()
     process = _Process(settings, sources, listener, context, keys, secret, loader)
     try:
         return _run(process.live())
@@ -395,6 +401,17 @@ def _allow_connections(wanted: int) -> None:
     if soft < needed:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep the memory of large bodies: given back to the kernel it would be mapped anew each time."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+    # The largest that glibc takes.
+    mallopt(_M_MMAP_THRESHOLD, 32 << 20)
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:

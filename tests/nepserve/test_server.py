@@ -6,7 +6,10 @@ import contextlib
 import gzip
 import json
 import os
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -24,7 +27,6 @@ from nepserve.wire import msgpack_format
 from servers import ServerProcess, is_gone, running, write_model
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -220,6 +222,48 @@ def test_others_need_the_key_that_was_made(model: Path) -> None:
         headers = {"authorization": f"Bearer {secret}"}
         assert httpx.post(f"{url}/v1/evaluate", json={"structure": ATOM}, headers=headers).status_code == 200
         assert httpx.get(f"{url}/healthz").status_code == 200
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
+def test_tls(model: Path, tmp_path: Path) -> None:
+    def certificate(name: str) -> None:
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+             "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1",
+             "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"],
+            check=True, capture_output=True,
+        )  # fmt: skip
+
+    def name() -> str:
+        trust = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        with (
+            socket.create_connection(server.address) as raw,
+            trust.wrap_socket(raw, server_hostname="127.0.0.1") as end,
+        ):
+            subject: Any = end.getpeercert()
+            return str(dict(entry[0] for entry in subject["subject"])["commonName"])
+
+    certificate("first")
+    with running(
+        models=[str(model)], ssl_certfile=str(tmp_path / "cert.pem"), ssl_keyfile=str(tmp_path / "key.pem")
+    ) as server:
+        server.wait_for("ready after")
+        assert "https://127.0.0.1" in server.log
+        trust = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        url = f"https://127.0.0.1:{server.address[1]}"
+        answer = httpx.post(f"{url}/v1/evaluate", json={"structure": ATOM}, verify=trust, timeout=30)
+        assert answer.status_code == 200
+        assert name() == "first"
+        # A renewed certificate is taken without a restart.
+        certificate("second")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for("certificate read again")
+        assert name() == "second"
+        (tmp_path / "key.pem").write_text("nonsense")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for("stays as it was")
+        assert name() == "second"
+        assert server.terminate() == 0
 
 
 def test_json_logs(model: Path) -> None:

@@ -98,9 +98,7 @@ class Door:
             wire_error = problems.as_wire_error(error)
             if wire_error is None:
                 log.exception("request %s failed: %s", call.id, error, extra={"request_id": call.id})
-                wire_error = WireError(
-                    None, "internal", "the server made a mistake; its log has more under the request id"
-                )
+                wire_error = problems.internal()
             call.note = wire_error.code
             if call.status == 0:
                 if wire_error.status in _SHED:
@@ -138,11 +136,13 @@ class Door:
                 message["headers"] = [*message["headers"], (b"x-request-id", call.id.encode())]
             await send(message)
 
-        scope["nepserve.call"] = call
-        await self.api(scope, receive, noting)
-        route = scope.get("route")
-        # The pattern of a route, not the path: metrics must not have a series for each path a stranger thinks of.
-        call.route = getattr(route, "path", "other")
+        # Whoever asks for the head alone gets that of GET; uvicorn leaves the body out by its own scope.
+        inner = {**scope, "method": "GET" if call.method == "HEAD" else call.method, "nepserve.call": call}
+        try:
+            await self.api(inner, receive, noting)
+        finally:
+            # The pattern of a route, not the path: metrics must not have a series for each path a stranger thinks of.
+            call.route = getattr(inner.get("route"), "path", "other")
 
     async def _send(self, call: Call, send: Send, status: int, headers: problems.Headers, body: bytes) -> None:
         call.status = status

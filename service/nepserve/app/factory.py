@@ -51,6 +51,7 @@ def create_app(service: Service) -> Door:
     api.add_exception_handler(WireError, _known)
     for kind in problems.KNOWN:
         api.add_exception_handler(kind, _known)
+    api.add_exception_handler(Exception, _unforeseen)
     return Door(service, Evaluate(service), api)
 
 
@@ -67,6 +68,11 @@ async def _known(request: Request, error: Exception) -> Response:
     wire_error = problems.as_wire_error(error)
     assert wire_error is not None
     return _respond(request, wire_error)
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:  # noqa: ARG001 (the door logs it)
+    """What the client is told; the error itself goes on to the door."""
+    return _respond(request, problems.internal())
 
 
 async def _http(request: Request, error: Exception) -> Response:

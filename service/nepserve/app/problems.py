@@ -64,6 +64,11 @@ def as_wire_error(error: Exception) -> WireError | None:
     return None
 
 
+def internal() -> WireError:
+    """What is told of an error that nobody foresaw: nothing that is not in the log."""
+    return WireError(None, "internal", "the server made a mistake; its log has more under the request id")
+
+
 def draining() -> WireError:
     """Refusal of a server that is about to stop."""
     return WireError(

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
 import nepcore
+from nepserve.models import public_name
 from nepserve.wire.request import WireError
 
 from . import metrics, problems, schemas
@@ -106,6 +107,7 @@ async def status(service: Here) -> Response:
         },
         "engine": service.engine.status(),
         "models": service.registry.names,
+        "work_per_second": {public_name(key): round(speed) for key, speed in service.dispatcher.speeds.items()},
     }
     if reason is not None:
         content["reason"] = reason

@@ -99,6 +99,9 @@ class Status(BaseModel):
     limits: dict[str, Any] = Field(description="What one request may carry.")
     engine: dict[str, Any] = Field(description="Process, device, memory, restarts.")
     models: list[str]
+    work_per_second: dict[str, float] = Field(
+        description="Measured speed by model, in atoms × (neighbours + 1); left out for one that was never asked."
+    )
 
 
 class Load(BaseModel):

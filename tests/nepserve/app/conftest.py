@@ -64,6 +64,7 @@ class Dispatcher:
         self.cancelled = 0
         self.running = 0
         self.healthy = True
+        self.speeds = {"main@1": 1e6}
         self.on_batch: Callable[..., None] | None = None
 
     async def evaluate(

@@ -89,6 +89,21 @@ def test_refusals_are_problems(server: Any, problem: Any, method: str, path: str
         assert set(document["allow"]) == {m.strip() for m in answer.headers["allow"].split(",")}
 
 
+def test_heads_of_get(server: Any) -> None:
+    for path in ("/healthz", "/readyz", "/v1/models", "/docs"):
+        assert server.call("HEAD", path).status_code == 200
+    assert server.call("HEAD", "/v1/evaluate").status_code == 405
+
+
+def test_unforeseen_errors_of_routes(server: Any, problem: Any, caplog: pytest.LogCaptureFixture) -> None:
+    del server.engine.unready
+    answer = server.call("GET", "/v1/status")
+    document = problem(answer, 500, "internal")
+    assert "unready" not in answer.text
+    assert document["request_id"] in caplog.text
+    assert 'route="/v1/status",status="500"' in server.call("GET", "/metrics").text.replace(", ", ",")
+
+
 def test_metrics(server: Any, silicon: Any) -> None:
     server.evaluate(structure=silicon)
     server.evaluate(structures=[silicon, {"symbols": ["U"], "positions": [[0, 0, 0]]}])
