@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ase import Atoms
 
-    from .backends.protocol import Backend
+    from .backends.resolve import Resolved
     from .files.nep_txt import NepFile
 
 _CPU_WORKING_SET = 48e6
@@ -38,13 +38,16 @@ class Calculator:
         model: What the file says.
         device: Where it computes, such as ``cpu`` or ``cuda:0``.
         dtype: ``float32`` or ``float64``.
+        choice: How the backend came to be the one, JSON-able: ``how`` (``asked``, ``measured``, ``cached``, ``rule``),
+            ``backend`` and, where backends were measured, ``choice`` by size class and the table ``rows``.
     """
 
-    def __init__(self, model: NepFile, backend: Backend, device: str, dtype: str) -> None:
+    def __init__(self, model: NepFile, resolved: Resolved, device: str, dtype: str, memory: float) -> None:
         self.model = model
         self.device = device
         self.dtype = dtype
-        self._backend = backend
+        self._resolved = resolved
+        self._memory = memory
 
     @classmethod
     def load(
@@ -63,13 +66,34 @@ class Calculator:
         if dtype not in DTYPES:
             raise ModelError(f"dtype must be float32 or float64, not {dtype!r}")
         where = _find_device(device)
-        made = resolve.make(backend, model, where, dtype, _memory(where) if memory is None else memory)
-        return cls(model, made, str(where), dtype)
+        room = _memory(where) if memory is None else memory
+        return cls(model, resolve.resolve(backend, model, where, dtype, room), str(where), dtype, room)
 
     @property
     def backend(self) -> str:
         """Name of the backend in use."""
-        return self._backend.name
+        return self._resolved.backend.name
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """How the backend came to be the one; see the class."""
+        return {"how": self._resolved.how, "backend": self.backend, **self._resolved.report}
+
+    def tune(self, seconds: float, *, again: bool = False) -> Generator[dict[str, Any], None, None]:
+        """Measure which backend is the fastest for this model here, use it from now on, and keep the choice on disk.
+
+        Does nothing where a backend was asked for, or the choice was made at an earlier start. Whatever goes wrong,
+        the calculator stays usable. Yields what is being done, JSON-able, before each longer step.
+
+        Args:
+            seconds: Budget; one candidate that began may take longer.
+            again: Measure although the choice is known.
+        """
+        if seconds <= 0.0 or self._resolved.how in ({"asked"} if again else {"asked", "cached", "measured"}):
+            return
+        self._resolved = yield from resolve.tune(
+            self._resolved, self.model, torch.device(self.device), self.dtype, self._memory, seconds
+        )
 
     def evaluate(
         self,
@@ -110,10 +134,10 @@ class Calculator:
             raise ModelError(f"unknown property {sorted(unknown)[0]!r}; there are: {', '.join(PROPERTIES)}")
         problems = self.model.admission.problems(structures)
         if not problems:
-            predictions = yield from self._backend.run(structures, wanted)
+            predictions = yield from self._resolved.backend.run(structures, wanted)
         else:
             good = np.array([i for i in range(len(structures)) if i not in problems], np.int64)
-            part = yield from self._backend.run(structures.select(good), wanted)
+            part = yield from self._resolved.backend.run(structures.select(good), wanted)
             predictions = _scatter(part, good, structures, problems)
         return _checked(predictions)
 

@@ -47,8 +47,8 @@ def _moments_contracted(coefficients: Tensor, centre: Tensor, moments: Tensor) -
     """s (b, A, n) of M (T, k, b, A), term by term: a type that an atom has no neighbours of adds exact zeros."""
     T, K = moments.shape[:2]
     own = coefficients.permute(3, 1, 2, 0)[:, :, centre]  # (T, k, A, n)
-    if torch.compiler.is_compiling() and T > 1:
-        return (moments[..., None] * own[:, :, None]).reshape(T * K, -1, *own.shape[2:]).sum(dim=0)
+    if torch.compiler.is_compiling():
+        return (moments[..., None] * own[:, :, None]).flatten(0, 1).sum(dim=0)
     out: Tensor | None = None
     for t in range(T):
         for k in range(K):
@@ -64,6 +64,12 @@ def spread(coefficients: Tensor, kept: Tensor, ds: Tensor, centre: Tensor, neigh
     if products.by_matrix(ds):
         return _spread_by_matrix(coefficients, kept, ds, centre, neighbor)
     own = coefficients.permute(1, 0, 2, 3)[:, :, centre]  # (k, n, A, T)
+    if torch.compiler.is_compiling():
+        # As reductions, whose results are written down: loops unrolled here would be computed anew for every pair.
+        weights = (own[:, :, None] * ds.permute(2, 0, 1)[None, ..., None]).sum(dim=1)  # (k, b, A, T)
+        if T == 1:
+            return (kept[:, :, None] * weights).sum(dim=1)
+        return (kept[:, :, None] * weights.gather(3, neighbor.expand(*weights.shape[:2], *neighbor.shape))).sum(dim=1)
     out: Tensor | None = None
     for k in range(coefficients.shape[1]):
         weight = ds[:, :, 0, None] * own[k, 0]  # (b, A, T)

@@ -19,11 +19,13 @@ ONE_HOT_TYPES = 32
 
 def contract(coefficients: Tensor, basis: Tensor, centre: Tensor, neighbor: Tensor) -> Tensor:
     """See :class:`nepcore.backends.protocol.Contraction`; takes the form that suits the device and the types."""
-    on_gpu = basis.device.type == "cuda"
-    one_hot = on_gpu and (torch.version.hip is not None or coefficients.shape[2] <= ONE_HOT_TYPES)
-    return contract_one_hot(coefficients, basis, centre, neighbor) if one_hot else contract_gather(
-        coefficients, basis, centre, neighbor
-    )  # fmt: skip
+    form = contract_one_hot if takes_one_hot(basis.device.type, coefficients.shape[2]) else contract_gather
+    return form(coefficients, basis, centre, neighbor)
+
+
+def takes_one_hot(device_type: str, n_types: int) -> bool:
+    """Whether one-hot rows suit the device: on ROCm always, on CUDA up to :data:`ONE_HOT_TYPES`, elsewhere never."""
+    return device_type == "cuda" and (torch.version.hip is not None or n_types <= ONE_HOT_TYPES)
 
 
 def contract_gather(coefficients: Tensor, basis: Tensor, centre: Tensor, neighbor: Tensor) -> Tensor:

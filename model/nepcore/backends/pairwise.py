@@ -86,7 +86,7 @@ class PairwiseBackend:
         self.device = potential.q_scaler.device
         self._types = admission.types
         self._admission = admission
-        self._block = block
+        self.block = block
         self._memory = memory
 
     @torch.no_grad()
@@ -102,7 +102,7 @@ class PairwiseBackend:
             present = self._present(part)
             budget = self._pair_budget(len(present.types))
             for pairs in Bins.of(batch, self.potential.max_cutoff).pairs(3 * budget):
-                sums.add(pairs, _evaluate(self.potential, present, batch, pairs, self._block))
+                sums.add(pairs, _evaluate(self.potential, present, batch, pairs, self.block))
                 yield pairs.stop - pairs.start
             parts.append(sums.predictions(part))
         return Predictions.concatenate(parts)
@@ -122,7 +122,7 @@ class PairwiseBackend:
 
     def _present(self, structures: Structures) -> _Present:
         occurring = np.unique(self._types[structures.numbers])
-        types = self._block.types(occurring, len(self.potential.elements))
+        types = self.block.types(occurring, len(self.potential.elements))
         return _Present.of(self.potential, torch.from_numpy(types).to(self.device))
 
     def _pair_budget(self, n_types: int) -> int:

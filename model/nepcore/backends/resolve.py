@@ -1,46 +1,63 @@
-"""Which backend evaluates a model: by name, or by the rule for the device."""
+"""Which backend evaluates a model: the one that was asked for, the one that measurements chose, or that of the rule."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from nepcore.errors import ModelError
-from nepcore.potential import DTYPES, NEP
 
-from .forms import FORMS
-from .pairwise import EagerBlock, PairwiseBackend
-from .rows import Shape
+from . import candidates, choices
+from .chosen import ChosenBackend
+from .measure import CLASSES, Report, measure
 
 if TYPE_CHECKING:
-    from nepcore.backends.protocol import Backend
+    from collections.abc import Generator
+
+    import torch
+
     from nepcore.files.nep_txt import NepFile
 
-FUSED_CPU = "fused-cpu"
-"""Name of the numba backend, :mod:`nepcore.backends.fused_cpu`."""
+    from .protocol import Backend
 
-NAMES: tuple[str, ...] = (*FORMS, FUSED_CPU)
+logger = logging.getLogger("nepcore")
 
 _LOOP_TYPES = 20
 _GPU_MULSUM_TYPES = 32
 
 
-def by_rule(device_type: str, n_types: int) -> str:
-    """Name of the backend that measurements on other machines favour.
+def by_rule(device_type: str, n_types: int, *, compiled: bool = False) -> str:
+    """Name of the form that measurements on other machines favour.
 
-    On a GPU ``mulsum`` up to 32 types and ``bmm`` above; on a CPU (and MPS) ``loop`` below 20 types, ``bmm`` from 20.
+    On a GPU (CUDA and ROCm) ``mulsum``, but ``bmm`` above 32 types where nothing is compiled. On a CPU and on MPS
+    ``loop`` below 20 types and ``bmm`` from 20 on.
     """
     if device_type == "cuda":
-        return "mulsum" if n_types <= _GPU_MULSUM_TYPES else "bmm"
+        return "mulsum" if compiled or n_types <= _GPU_MULSUM_TYPES else "bmm"
     return "loop" if n_types < _LOOP_TYPES else "bmm"
 
 
-def make(name: str, model: NepFile, device: torch.device, dtype: str, memory: float) -> Backend:
-    """Build a backend.
+@dataclass(frozen=True)
+class Resolved:
+    """A backend, and how it came to be the one.
+
+    Attributes:
+        backend: Ready to evaluate.
+        how: ``asked``, ``measured`` (now), ``cached`` (measured at another start) or ``rule``.
+        report: What was measured, as of :class:`nepcore.backends.measure.Report`; empty where nothing was.
+    """
+
+    backend: Backend
+    how: str
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def resolve(name: str, model: NepFile, device: torch.device, dtype: str, memory: float) -> Resolved:
+    """Build the backend of a model without measuring anything.
 
     Args:
-        name: One of :data:`NAMES`, or ``auto``.
+        name: ``auto`` (what was measured before, or else the rule), ``rule``, or the name of a candidate.
         model: The model.
         device: Where it computes.
         dtype: ``float32`` or ``float64``.
@@ -49,17 +66,52 @@ def make(name: str, model: NepFile, device: torch.device, dtype: str, memory: fl
     Raises:
         ModelError: No backend of that name, or none for that device.
     """
-    chosen = by_rule(device.type, len(model.elements)) if name == "auto" else name
-    if chosen == FUSED_CPU:
-        if device.type != "cpu":
-            raise ModelError(f"the backend {FUSED_CPU} computes on a CPU, not on {device}")
-        try:
-            from .fused_cpu import FusedCPU
-        except ImportError as error:
-            raise ModelError(f"the backend {FUSED_CPU} needs the package numba: {error}") from error
-        return FusedCPU(model, dtype, torch.get_num_threads())
-    if chosen not in FORMS:
-        raise ModelError(f"there is no backend {name!r}; there are: auto, {', '.join(NAMES)}")
-    potential = NEP(model, DTYPES[dtype]).to(device)
-    block = EagerBlock(Shape.of(potential), FORMS[chosen])
-    return PairwiseBackend(chosen, potential, model.admission, block, memory)
+    if name not in {"auto", "rule"}:
+        return Resolved(candidates.make(name, model, device, dtype, memory), "asked")
+    if name == "auto":
+        report = choices.read(choices.key_of(model, device, dtype))
+        if report is not None and (found := of_report(report, model, device, dtype, memory, "cached")) is not None:
+            return found
+        if device.type == "cpu" and candidates.is_compiled(model, dtype):
+            return Resolved(candidates.make(candidates.FUSED_CPU, model, device, dtype, memory), "rule")
+    chosen = by_rule(device.type, len(model.elements))
+    return Resolved(candidates.make(chosen, model, device, dtype, memory), "rule")
+
+
+def tune(
+    current: Resolved, model: NepFile, device: torch.device, dtype: str, memory: float, seconds: float
+) -> Generator[dict[str, Any], None, Resolved]:
+    """Measure the candidates, keep the choice on disk, and build what was chosen; ``current`` where that fails.
+
+    Yields what is being done, JSON-able.
+    """
+    try:
+        report = yield from measure(model, device, dtype, memory, seconds)
+        found = of_report(report, model, device, dtype, memory, "measured")
+    except Exception as error:  # a server must start with the rule's backend, whatever measuring ran into
+        logger.warning("measuring the backends failed, the rule decides: %s", error)
+        logger.debug("the whole error:", exc_info=error)
+        return current
+    if found is None:
+        logger.warning("no backend could be measured, the rule decides")
+        return current
+    choices.write(choices.key_of(model, device, dtype), report)
+    return found
+
+
+def of_report(
+    report: Report, model: NepFile, device: torch.device, dtype: str, memory: float, how: str
+) -> Resolved | None:
+    """The backend that a report chose; None where it cannot be built, or the report chose none."""
+    if set(report.choice) != set(CLASSES):
+        return None
+    built: dict[str, Backend] = {}
+    try:
+        for name in report.choice.values():
+            if name not in built:
+                built[name] = candidates.make(name, model, device, dtype, memory)
+    except (ModelError, ImportError) as error:
+        logger.warning("the backend that was chosen earlier cannot be built, the rule decides: %s", error)
+        return None
+    backend = ChosenBackend({where: built[name] for where, name in report.choice.items()})
+    return Resolved(backend, how, report.to_dict())

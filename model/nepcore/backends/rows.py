@@ -51,6 +51,7 @@ class Tables(NamedTuple):
     bias: Tensor
     type_bias: Tensor  # (T,)
     q_scaler: Tensor
+    monomials: tuple[invariants.Monomials | None, ...]
 
     @classmethod
     def of(cls, nep: NEP, present: Tensor) -> Tables:
@@ -66,6 +67,7 @@ class Tables(NamedTuple):
             networks(nep.w0), networks(nep.b0), networks(nep.w1),
             networks(nep.b1) if nep.two_layers else None, networks(nep.w2) if nep.two_layers else None,
             nep.bias, nep.type_bias[present], nep.q_scaler,
+            invariants.tables(nep.switches, nep.l_max, nep.dtype, nep.q_scaler.device),
         )  # fmt: skip
 
 
@@ -99,13 +101,15 @@ def evaluate(shape: Shape, form: Form, tables: Tables, rows: Rows) -> Results:
     n_r, k_r = t.c_radial.shape[:2]
     n_a, k_a = t.c_angular.shape[:2]
     A = len(ti)
+    # On a CPU the polynomials are written out: sums along another dimension may depend on the number of atoms.
+    monomials = t.monomials if products.on_gpu(ti) or torch.compiler.is_compiling() else ()
     basis_r = radial_basis(rows.r_radial, t.cutoff_radial[ti[:, None], rows.types_radial], k_r)
     s_r, kept_r = form.sums(t.c_radial, basis_r, ti, rows.types_radial, None)  # (1, A, n)
     basis_a = radial_basis(rows.r_angular, t.cutoff_angular[ti[:, None], rows.types_angular], k_a)
     y = harmonics.harmonics(rows.unit, shape.l_max)  # (b, A, v)
     s_a, kept_a = form.sums(t.c_angular, basis_a, ti, rows.types_angular, y)
     s_a = s_a.contiguous()  # (b, A, n)
-    q_a = invariants.invariants(s_a, shape.l_max, shape.switches)  # (blocks, A, n)
+    q_a = invariants.invariants(s_a, shape.l_max, shape.switches, monomials)  # (blocks, A, n)
     q = torch.cat([s_r[0], q_a.permute(1, 0, 2).reshape(A, -1)], dim=1)  # (A, D)
     if shape.temperature:
         q = torch.cat([q, rows.temperature[:, None]], dim=1)
@@ -115,7 +119,7 @@ def evaluate(shape: Shape, form: Form, tables: Tables, rows: Rows) -> Results:
     f_r = slope[:, :n_r]
     f_a = slope[:, n_r : n_r + q_a.shape[0] * n_a].reshape(A, -1, n_a).permute(1, 0, 2)  # (blocks, A, n)
     along = form.spread(t.c_radial, kept_r[1:], f_r[None], ti, rows.types_radial)[0, 0]  # (A, w)
-    ds = invariants.gradient(s_a, f_a, shape.l_max, shape.switches)  # (b, A, n)
+    ds = invariants.gradient(s_a, f_a, shape.l_max, shape.switches, monomials)  # (b, A, n)
     by_y, by_r = form.spread(t.c_angular, kept_a, ds, ti, rows.types_angular)  # (b, A, v): ∂U/∂Y_b, ∂U/∂r by Y_b
     turn = harmonics.contracted_gradient(rows.unit, by_y, shape.l_max)  # (3, A, v)
     outward = products.sum_over_components(by_r, y)

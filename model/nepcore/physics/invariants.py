@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +102,49 @@ def _gradient_terms(switch: str, l_max: int) -> tuple[tuple[int, tuple[Monomial,
     return tuple((b, tuple((c, rest) for rest, c in terms.items())) for b, terms in sorted(by_index.items()))
 
 
+class Monomials(NamedTuple):
+    """A higher invariant and its gradient as tables of monomials: M in the invariant, G by b (slower) and term."""
+
+    factors: Tensor  # (M,)
+    indices: Tensor  # (order, M)
+    gradient_factors: Tensor  # (G,)
+    gradient_indices: Tensor  # (order − 1, G)
+
+
+@cache
+def tables(
+    switches: tuple[str, ...], l_max: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Monomials | None, ...]:  # fmt: skip
+    """Tables of higher invariants, for :func:`invariants` and :func:`gradient`; None for those that are zero."""
+    out: list[Monomials | None] = []
+    for switch in switches:
+        terms = monomials(switch, l_max)
+        if not terms:
+            out.append(None)
+            continue
+        by_index = dict(_gradient_terms(switch, l_max))
+        longest = max(map(len, by_index.values()))
+        rest = (0,) * (len(terms[0][1]) - 1)
+        flat: list[Monomial] = []
+        for b in range(harmonics.width(l_max)):
+            own = by_index.get(b, ())
+            flat += [*own, *[(0.0, rest)] * (longest - len(own))]
+        pairs = []
+        for table in (terms, flat):
+            factors = torch.tensor([c for c, _ in table], dtype=dtype, device=device)
+            pairs += [factors, torch.tensor([idx for _, idx in table], device=device).T.contiguous()]
+        out.append(Monomials(*pairs))
+    return tuple(out)
+
+
+def _terms(s: Tensor, factors: Tensor, indices: Tensor) -> Tensor:
+    """Values of all monomials of a table, (monomials, ...)."""
+    value = factors.reshape(-1, *[1] * (s.ndim - 1))
+    for index in indices:
+        value = value * s[index]
+    return value
+
+
 def _product(s: Tensor, indices: tuple[int, ...]) -> Tensor:
     value = s[indices[0]]
     for b in indices[1:]:
@@ -115,13 +159,17 @@ def _polynomial(s: Tensor, terms: tuple[Monomial, ...]) -> Tensor:
     return value
 
 
-def invariants(s: Tensor, l_max: int, switches: tuple[str, ...]) -> Tensor:
+def invariants(
+    s: Tensor, l_max: int, switches: tuple[str, ...], by_tables: tuple[Monomials | None, ...] = ()
+) -> Tensor:  # fmt: skip
     """Angular descriptor components of the sums.
 
     Args:
         s: (l_max (l_max + 2), ...) sums over neighbours.
         l_max: Highest degree.
         switches: Higher invariants that are on, in the order of :data:`SWITCHES`.
+        by_tables: :func:`tables` of them: few operations, where each costs a launch, or time to compile. Left out,
+            the polynomials are written out: the order in which a sum is taken may depend on the number of atoms.
 
     Returns:
         (l_max + len(switches), ...), before the scaler.
@@ -134,11 +182,17 @@ def invariants(s: Tensor, l_max: int, switches: tuple[str, ...]) -> Tensor:
         for b in range(l * l, (l + 1) ** 2 - 1):
             value = value + c[b] * square[b]
         blocks.append(value)
-    blocks += [_polynomial(s, monomials(name, l_max)) for name in switches]
+    if by_tables:
+        zero = torch.zeros_like(s[0])
+        blocks += [zero if t is None else _terms(s, t.factors, t.indices).sum(dim=0) for t in by_tables]
+    else:
+        blocks += [_polynomial(s, monomials(name, l_max)) for name in switches]
     return torch.stack(blocks)
 
 
-def gradient(s: Tensor, slope: Tensor, l_max: int, switches: tuple[str, ...]) -> Tensor:
+def gradient(
+    s: Tensor, slope: Tensor, l_max: int, switches: tuple[str, ...], by_tables: tuple[Monomials | None, ...] = ()
+) -> Tensor:  # fmt: skip
     """Σ_B slope_B ∂q_B/∂s_b.
 
     Args:
@@ -146,6 +200,7 @@ def gradient(s: Tensor, slope: Tensor, l_max: int, switches: tuple[str, ...]) ->
         slope: (l_max + len(switches), ...) derivative of the energy by each component.
         l_max: Highest degree.
         switches: Higher invariants that are on.
+        by_tables: As of :func:`invariants`.
 
     Returns:
         (l_max (l_max + 2), ...).
@@ -153,6 +208,13 @@ def gradient(s: Tensor, slope: Tensor, l_max: int, switches: tuple[str, ...]) ->
     c = harmonics.weights(l_max)
     degree = [l for l in range(1, l_max + 1) for _ in range(2 * l + 1)]
     out = [(2.0 * c[b]) * s[b] * slope[degree[b] - 1] for b in range(len(c))]
+    if by_tables:
+        total = torch.stack(out)
+        for position, t in enumerate(by_tables):
+            if t is not None:
+                terms = _terms(s, t.gradient_factors, t.gradient_indices).unflatten(0, (len(out), -1))
+                total = total + slope[l_max + position] * terms.sum(dim=1)
+        return total
     for position, name in enumerate(switches):
         f = slope[l_max + position]
         for b, terms in _gradient_terms(name, l_max):

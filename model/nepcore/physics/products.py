@@ -34,6 +34,8 @@ def times_columns(matrix: Tensor, columns: Tensor) -> Tensor:
     """Σ_k matrix[n, k] columns[s, k, p]: (n, k) and (S, k, P) → (S, n, P)."""
     if by_matrix(columns):
         return matrix @ columns
+    if torch.compiler.is_compiling():
+        return (matrix[:, :, None] * columns[:, None]).sum(dim=2)
     out = matrix[:, 0, None] * columns[:, 0, None]
     for k in range(1, matrix.shape[1]):
         out = out + matrix[:, k, None] * columns[:, k, None]
@@ -55,6 +57,8 @@ def rows_times(rows: Tensor, matrices: Tensor, which: Tensor | None = None) -> T
         every = (rows @ matrices.transpose(0, 1).reshape(D, M * H)).view(-1, M, H)
         return every.gather(1, which[:, None, None].expand(-1, 1, H)).squeeze(1)
     own = matrices if which is None or M == 1 else matrices[which]
+    if torch.compiler.is_compiling():
+        return (rows[:, :, None] * own).sum(dim=1)
     out = rows[:, 0, None] * own[:, 0]
     for d in range(1, D):
         out = out + rows[:, d, None] * own[:, d]
@@ -87,6 +91,8 @@ def sum_over_functions(s: Tensor, g: Tensor) -> Tensor:
     """Σ_n s[b, a, n] g[n, a, w]: (b, A, n) and (n, A, w) → (b, A, w)."""
     if by_matrix(g):
         return torch.bmm(s.permute(1, 0, 2), g.permute(1, 0, 2)).permute(1, 0, 2)
+    if torch.compiler.is_compiling():
+        return (s.permute(2, 0, 1)[..., None] * g[:, None]).sum(dim=0)
     out = s[:, :, 0, None] * g[0]
     for n in range(1, len(g)):
         out = out + s[:, :, n, None] * g[n]
@@ -96,6 +102,8 @@ def sum_over_functions(s: Tensor, g: Tensor) -> Tensor:
 def sum_over_components(a: Tensor, b: Tensor) -> Tensor:
     """Σ_c a[c] b[c]: (c, ...) and (c, ...) → (...)."""
     if by_matrix(a):
+        return (a * b).sum(dim=0)
+    if torch.compiler.is_compiling() and len(a) > 3:
         return (a * b).sum(dim=0)
     out = a[0] * b[0]
     for c in range(1, len(a)):

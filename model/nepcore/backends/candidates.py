@@ -1,0 +1,162 @@
+"""What can be chosen from: every way to evaluate a model, by its name. Others join by :func:`register`."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from nepcore.errors import ModelError
+from nepcore.potential import DTYPES, NEP
+
+from .compiled import CompiledBlock
+from .forms import FORMS
+from .pairwise import EagerBlock, PairwiseBackend
+from .rows import Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nepcore.files.nep_txt import NepFile
+
+    from .protocol import Backend
+
+FUSED_CPU = "fused-cpu"
+"""Name of the numba backend, :mod:`nepcore.backends.fused_cpu`."""
+
+COMPILED = "+compiled"
+"""Ending of the names of forms that torch compiles."""
+
+COMPILE_SECONDS = {"cpu": 120.0, "cuda": 60.0}
+"""What torch takes to compile a model, about."""
+
+FUSED_CPU_SECONDS = 25.0
+"""What numba takes to compile one, about, where it has not yet been."""
+
+LOOP_TYPES = 8
+"""Most types for which the loop over pairs of types is compiled: its code grows with them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to evaluate models.
+
+    Attributes:
+        name: By which it is asked for and reported.
+        make: Builds the backend of a model, from the model, the device, the name of the dtype and the bytes for
+            intermediate arrays.
+        unfit: Says why it cannot evaluate a model on a device, or an empty text.
+        preparation: Seconds that its first use takes, about (compilation), for a model, a device and a dtype.
+        rank: Lower ones are measured first, while there is time: negative for those that are likely to win, 0 for
+            those that run at once, positive for those that torch compiles.
+    """
+
+    name: str
+    make: Callable[[NepFile, torch.device, str, float], Backend]
+    unfit: Callable[[NepFile, torch.device], str] = lambda _model, _device: ""
+    preparation: Callable[[NepFile, torch.device, str], float] = lambda _model, _device, _dtype: 0.0
+    rank: int = 0
+
+
+_REGISTERED: dict[str, Candidate] = {}
+
+
+def register(candidate: Candidate) -> None:
+    """Add a candidate: it can then be asked for by name, and is among those that are measured."""
+    _REGISTERED[candidate.name] = candidate
+
+
+def every() -> tuple[Candidate, ...]:
+    """All candidates: those made from :data:`nepcore.backends.forms.FORMS`, and those registered."""
+    eager = [_of_form(name) for name in FORMS]
+    compiled = [_compiled(name) for name in FORMS]
+    return (*eager, *_REGISTERED.values(), *compiled)
+
+
+def names() -> tuple[str, ...]:
+    """Names of all candidates."""
+    return tuple(candidate.name for candidate in every())
+
+
+def get(name: str) -> Candidate:
+    """The candidate of that name.
+
+    Raises:
+        ModelError: There is none.
+    """
+    for candidate in every():
+        if candidate.name == name:
+            return candidate
+    raise ModelError(f"there is no backend {name!r}; there are: auto, rule, {', '.join(names())}")
+
+
+def make(name: str, model: NepFile, device: torch.device, dtype: str, memory: float) -> Backend:
+    """Build the backend of that name.
+
+    Raises:
+        ModelError: There is none, or it cannot evaluate this model on this device.
+    """
+    candidate = get(name)
+    if reason := candidate.unfit(model, device):
+        raise ModelError(f"the backend {name} cannot be used: {reason}")
+    return candidate.make(model, device, dtype, memory)
+
+
+def _of_form(name: str) -> Candidate:
+    def build(model: NepFile, device: torch.device, dtype: str, memory: float) -> Backend:
+        potential = NEP(model, DTYPES[dtype]).to(device)
+        block = EagerBlock(Shape.of(potential), FORMS[name])
+        return PairwiseBackend(name, potential, model.admission, block, memory)
+
+    return Candidate(name, build)
+
+
+def _compiled(form: str) -> Candidate:
+    name = form + COMPILED
+
+    def build(model: NepFile, device: torch.device, dtype: str, memory: float) -> Backend:
+        potential = NEP(model, DTYPES[dtype]).to(device)
+        block = CompiledBlock(Shape.of(potential), FORMS[form], device)
+        return PairwiseBackend(name, potential, model.admission, block, memory)
+
+    def unfit(model: NepFile, device: torch.device) -> str:
+        del device
+        many = form == "loop" and len(model.elements) > LOOP_TYPES
+        return f"the loop is compiled for up to {LOOP_TYPES} types, not {len(model.elements)}" if many else ""
+
+    return Candidate(name, build, unfit, lambda _model, device, _dtype: COMPILE_SECONDS.get(device.type, 60.0), 1)
+
+
+def _fused_cpu() -> Candidate:
+    def build(model: NepFile, device: torch.device, dtype: str, memory: float) -> Backend:
+        del device, memory
+        from .fused_cpu import FusedCPU
+
+        return FusedCPU(model, dtype, torch.get_num_threads())
+
+    def unfit(model: NepFile, device: torch.device) -> str:
+        del model
+        if device.type != "cpu":
+            return f"it computes on a CPU, not on {device}"
+        return "" if importlib.util.find_spec("numba") is not None else "it needs the package numba"
+
+    def preparation(model: NepFile, device: torch.device, dtype: str) -> float:
+        del device
+        return 0.0 if is_compiled(model, dtype) else FUSED_CPU_SECONDS
+
+    return Candidate(FUSED_CPU, build, unfit, preparation, -1)
+
+
+def is_compiled(model: NepFile, dtype: str) -> bool:
+    """Whether numba's code for a model of this shape lies on the disk, so that ``fused-cpu`` starts at once."""
+    if importlib.util.find_spec("numba") is None:
+        return False
+    from . import fused_cpu
+
+    known = getattr(fused_cpu, "is_compiled", None)
+    return bool(known(model, dtype)) if known is not None else False
+
+
+register(_fused_cpu())
