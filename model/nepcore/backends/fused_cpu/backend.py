@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import neighbors, site
+from .compiled import functions
 from .crew import Crew, cores
 from .model import pack, widths
 from .task import Task
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 class Desk:
     """What one thread writes on."""
 
-    crowd: int
     runs: int
     found: Found
     site: Site
@@ -54,6 +54,7 @@ class FusedCPU:
         self.types = model.admission.types
         self.widths = widths(model.n_max_angular + 1, dtype)
         self.model = pack(model, dtype, self.widths)
+        self.functions = functions()
         self.crew = Crew(self.threads)
         # Pieces of different runs may alternate, but not overlap: they share desks and pair arrays.
         self.lock = threading.Lock()
@@ -70,18 +71,15 @@ class FusedCPU:
         return task.predictions()
 
     def desk(self, index: int, runs: int) -> Desk:
-        """Arrays of thread ``index``, with room for the largest number of neighbours met so far."""
+        """Arrays of thread ``index``, with room for ``runs`` stretches of bins and the most neighbours met so far."""
         if index == len(self._desks):
             self._desks.append(self._furnish(runs))
-        elif self._desks[index].crowd < self.crowd or self._desks[index].runs < runs:
+        elif self._desks[index].found.size < self.crowd or self._desks[index].runs < runs:
             self._desks[index] = self._furnish(max(runs, self._desks[index].runs))
         return self._desks[index]
 
     def _furnish(self, runs: int) -> Desk:
-        return Desk(
-            self.crowd, runs, neighbors.room(self.crowd, runs),
-            site.room(self.model, self.widths, self.crowd, self.dtype),
-        )  # fmt: skip
+        return Desk(runs, neighbors.room(self.crowd, runs), site.room(self.model, self.widths, self.crowd, self.dtype))
 
     def with_pairs(self, results: Results, pairs: int, wanted: Wanted) -> Results:
         """``results`` with room for ``pairs`` pairs."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 from math import factorial, pi
 from typing import Any
 
-from numba import njit
-
+from .inner import inner
 from .simd import Width, fma, load, root, spread, store, where_less, zeros
 
 # sin(πy) = y Σ S_k y²ᵏ and cos(πy) = Σ C_k y²ᵏ for |y| ≤ 1/2, to 1e-17.
@@ -17,7 +16,7 @@ _SIN = tuple((-1) ** k * pi ** (2 * k + 1) / factorial(2 * k + 1) for k in range
 _COS = tuple((-1) ** k * pi ** (2 * k) / factorial(2 * k) for k in range(12))
 
 
-@njit(error_model="numpy")
+@inner
 def unit_vectors(geo: Any, stride: int, count: int, width: Width) -> None:
     """Rows 0–2 from edge vectors to unit vectors; rows 3 and 4 from them. ``count`` is a multiple of the width."""
     for j in range(0, count, len(width)):
@@ -33,7 +32,7 @@ def unit_vectors(geo: Any, stride: int, count: int, width: Width) -> None:
         store(geo, 4 * stride + j, inverse)
 
 
-@njit(error_model="numpy")
+@inner
 def radial_functions(geo: Any, f: Any, df: Any, stride: int, count: int, size: int, grad: bool, width: Width) -> None:
     """f_k(r) and, if ``grad``, df_k/dr, k = 0 … size − 1, into rows of ``f`` and ``df``.
 
@@ -75,13 +74,16 @@ def radial_functions(geo: Any, f: Any, df: Any, stride: int, count: int, size: i
                 now, before = fma(x2, now, -before), now
 
 
-@njit(error_model="numpy")
+@inner
 def harmonics(geo: Any, y: Any, stride: int, count: int, l_max: int, table: Any, width: Width) -> None:
     """Y_b of the unit vectors into rows b of ``y``."""
     for j in range(0, count, len(width)):
         ux = load(geo, j, width)
         uy = load(geo, stride + j, width)
         uz = load(geo, 2 * stride + j, width)
+        if l_max == 4:
+            _harmonics_4(ux, uy, uz, y, stride, j)
+            continue
         z2 = uz * uz
         a = ux
         b = uy
@@ -96,7 +98,44 @@ def harmonics(geo: Any, y: Any, stride: int, count: int, l_max: int, table: Any,
             a, b = fma(ux, a, -(uy * b)), fma(ux, b, uy * a)
 
 
-@njit(error_model="numpy")
+@inner
+def _harmonics_4(x: Any, y: Any, z: Any, out: Any, stride: int, j: int) -> None:
+    """:func:`harmonics` of the usual l_max = 4, written out."""
+    z2 = z * z
+    a2 = fma(x, x, -(y * y))
+    b2 = (x + x) * y
+    a3 = fma(x, a2, -(y * b2))
+    b3 = fma(x, b2, y * a2)
+    p31 = fma(z2, 5.0, -1.0)
+    p41 = fma(z2, 7.0, -3.0) * z
+    p42 = fma(z2, 7.0, -1.0)
+    store(out, j, z)
+    store(out, stride + j, x)
+    store(out, 2 * stride + j, y)
+    store(out, 3 * stride + j, fma(z2, 3.0, -1.0))
+    store(out, 4 * stride + j, z * x)
+    store(out, 5 * stride + j, z * y)
+    store(out, 6 * stride + j, a2)
+    store(out, 7 * stride + j, b2)
+    store(out, 8 * stride + j, fma(z2, 5.0, -3.0) * z)
+    store(out, 9 * stride + j, p31 * x)
+    store(out, 10 * stride + j, p31 * y)
+    store(out, 11 * stride + j, z * a2)
+    store(out, 12 * stride + j, z * b2)
+    store(out, 13 * stride + j, a3)
+    store(out, 14 * stride + j, b3)
+    store(out, 15 * stride + j, fma(fma(z2, 35.0, -30.0), z2, 3.0))
+    store(out, 16 * stride + j, p41 * x)
+    store(out, 17 * stride + j, p41 * y)
+    store(out, 18 * stride + j, p42 * a2)
+    store(out, 19 * stride + j, p42 * b2)
+    store(out, 20 * stride + j, z * a3)
+    store(out, 21 * stride + j, z * b3)
+    store(out, 22 * stride + j, fma(x, a3, -(y * b3)))
+    store(out, 23 * stride + j, fma(x, b3, y * a3))
+
+
+@inner
 def _legendre(z: Any, z2: Any, table: Any, l: int, m: int, width: Width) -> Any:
     """P_lm(z)."""
     at = (l * 9 + m) * 9
@@ -109,7 +148,7 @@ def _legendre(z: Any, z2: Any, table: Any, l: int, m: int, width: Width) -> Any:
     return p
 
 
-@njit(error_model="numpy")
+@inner
 def _legendre_slope(z: Any, z2: Any, table: Any, l: int, m: int, width: Width) -> Any:
     """dP_lm/dz."""
     at = (l * 9 + m) * 9
@@ -122,15 +161,17 @@ def _legendre_slope(z: Any, z2: Any, table: Any, l: int, m: int, width: Width) -
     return p
 
 
-@njit(error_model="numpy")
+@inner
 def harmonic_gradient(ux: Any, uy: Any, uz: Any, p: Any, l_max: int, table: Any, width: Width) -> Any:
     """∇ Σ_b p_b Y_b as polynomials of the unit vector (not yet projected); ``p`` holds one vector a b.
 
     With A + iB = (x + iy)ᵐ the sum is Σ_m A_m u_m(z) + B_m v_m(z), u and v being sums over l of p_b P_lm(z).
     """
+    if l_max == 4:
+        return _harmonic_gradient_4(ux, uy, uz, p, width)
     w = len(width)
     z2 = uz * uz
-    zero = ux * 0.0
+    zero = zeros(p, width)
     gx = zero
     gy = zero
     gz = zero
@@ -161,4 +202,59 @@ def harmonic_gradient(ux: Any, uy: Any, uz: Any, p: Any, l_max: int, table: Any,
         gy = fma(fma(a_before, v, -(b_before * u)), m, gy)
         a_before = a
         b_before = b
+    return gx, gy, gz
+
+
+@inner
+def _harmonic_gradient_4(x: Any, y: Any, z: Any, p: Any, width: Width) -> Any:
+    """:func:`harmonic_gradient` of the usual l_max = 4, written out."""
+    w = len(width)
+    z2 = z * z
+    a2 = fma(x, x, -(y * y))
+    b2 = (x + x) * y
+    a3 = fma(x, a2, -(y * b2))
+    b3 = fma(x, b2, y * a2)
+    p31 = fma(z2, 5.0, -1.0)
+    p41 = fma(z2, 7.0, -3.0) * z
+    p42 = fma(z2, 7.0, -1.0)
+    slope_41 = fma(z2, 21.0, -3.0)
+    # m = 0
+    gz = fma(load(p, 3 * w, width), 6.0 * z, load(p, 0, width))
+    gz = fma(load(p, 8 * w, width), fma(z2, 15.0, -3.0), gz)
+    gz = fma(load(p, 15 * w, width), fma(z2, 140.0, -60.0) * z, gz)
+    # m = 1
+    p4 = load(p, 4 * w, width)
+    p5 = load(p, 5 * w, width)
+    p9 = load(p, 9 * w, width)
+    p10 = load(p, 10 * w, width)
+    p16 = load(p, 16 * w, width)
+    p17 = load(p, 17 * w, width)
+    gx = fma(p16, p41, fma(p9, p31, fma(p4, z, load(p, w, width))))
+    gy = fma(p17, p41, fma(p10, p31, fma(p5, z, load(p, 2 * w, width))))
+    gz = fma(x, fma(p16, slope_41, fma(p9, 10.0 * z, p4)), gz)
+    gz = fma(y, fma(p17, slope_41, fma(p10, 10.0 * z, p5)), gz)
+    # m = 2
+    p11 = load(p, 11 * w, width)
+    p12 = load(p, 12 * w, width)
+    p18 = load(p, 18 * w, width)
+    p19 = load(p, 19 * w, width)
+    u = fma(p18, p42, fma(p11, z, load(p, 6 * w, width)))
+    v = fma(p19, p42, fma(p12, z, load(p, 7 * w, width)))
+    gx = fma(2.0, fma(x, u, y * v), gx)
+    gy = fma(2.0, fma(x, v, -(y * u)), gy)
+    gz = fma(a2, fma(p18, 14.0 * z, p11), gz)
+    gz = fma(b2, fma(p19, 14.0 * z, p12), gz)
+    # m = 3
+    p20 = load(p, 20 * w, width)
+    p21 = load(p, 21 * w, width)
+    u = fma(p20, z, load(p, 13 * w, width))
+    v = fma(p21, z, load(p, 14 * w, width))
+    gx = fma(3.0, fma(a2, u, b2 * v), gx)
+    gy = fma(3.0, fma(a2, v, -(b2 * u)), gy)
+    gz = fma(a3, p20, fma(b3, p21, gz))
+    # m = 4
+    u = load(p, 22 * w, width)
+    v = load(p, 23 * w, width)
+    gx = fma(4.0, fma(a3, u, b3 * v), gx)
+    gy = fma(4.0, fma(a3, v, -(b3 * u)), gy)
     return gx, gy, gz

@@ -47,7 +47,7 @@ class Crew:
         failure: BaseException | None = None
         try:
             work(0)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failure = error
         for _ in range(others):
             failure = done.get() or failure
@@ -60,7 +60,7 @@ def _serve(jobs: SimpleQueue[_Job]) -> None:
         work, index, done = jobs.get()
         try:
             work(index)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             done.put(error)
         else:
             done.put(None)

@@ -11,8 +11,7 @@ from math import factorial, gcd, lcm, pi
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
-
+from .inner import inner
 from .simd import Width, fma, load, spread, store, zeros
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def product_terms(switches: dict[str, bool]) -> tuple[NDArray[np.float64], NDArr
     return np.array(factors), np.array(sums, np.int64).reshape(-1, 3), np.array(ends, np.int64)
 
 
-@njit(error_model="numpy")
+@inner
 def invariants(s: Any, stride: int, model: Any, q: Any, width: Width) -> None:
     """Write the angular part of the descriptor vector, unscaled, into ``q``.
 
@@ -171,7 +170,7 @@ def invariants(s: Any, stride: int, model: Any, q: Any, width: Width) -> None:
                 at += model.n_angular
 
 
-@njit(error_model="numpy")
+@inner
 def invariant_gradient(s: Any, stride: int, model: Any, u: Any, d: Any, width: Width) -> None:
     """∂U/∂s[b][n] from the derivatives ``u`` of U by the unscaled descriptors; laid out as ``s``."""
     w = len(width)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
-
+from .bins import Bins
+from .inner import inner
 from .model import Model, Widths
-from .neighbors import Bins, Found, find
-from .simd import fetch_add
-from .site import Site, evaluate, gather, site_virial, up
+from .neighbors import Found, find
+from .simd import bare, fetch_add
+from .site import Present, Site, evaluate, gather, site_virial, up
 
 
 class Wanted(NamedTuple):
@@ -28,6 +28,8 @@ class Wanted(NamedTuple):
 class Blocks(NamedTuple):
     """Pieces of work: consecutive atoms of one structure, and where their pairs go. All int64."""
 
+    count: int
+    counter: Any  # (1,): the block to be done next
     structure: Any  # (b,)
     begin: Any  # first atom
     end: Any
@@ -35,7 +37,7 @@ class Blocks(NamedTuple):
     room: Any  # pairs that fit
     found: Any  # pairs found
     crowd: Any  # room of one atom's search that would do; 0 if it did
-    first: Any  # atoms at one place, or −1
+    first: Any  # two atoms at one place; the second counts from 1, 0 if there are none
     second: Any
 
 
@@ -55,85 +57,97 @@ class Results(NamedTuple):
     edge: Any  # compute dtype, (pairs, 3)
 
 
-@njit(error_model="numpy", nogil=True)
+@inner
 def evaluate_blocks(
-    counter: Any, blocks: Blocks, bins: Bins, model: Model, temperatures: Any, slots: Any, present: Any, found: Found,
-    site: Site, results: Results, wanted: Wanted, widths: Widths,
+    arrays: Blocks, atoms: Bins, parameters: Model, temperatures: Any, types: Present, search: Found, desk: Site,
+    out: Results, wanted: Wanted, widths: Widths,
 ) -> None:  # fmt: skip
     """Energies and edge gradients of the blocks that this call gets hold of."""
+    blocks = bare(arrays)
+    bins = bare(atoms)
+    model = bare(parameters)
+    present = bare(types)
+    found = bare(search)
+    site = bare(desk)
+    results = bare(out)
     align = max(len(widths.full), len(widths.functions))
-    squared = model.cutoff * model.cutoff
     while True:
-        b = fetch_add(counter, 0, 1)
-        if b >= len(blocks.structure):
+        b = fetch_add(blocks.counter, 0, 1)
+        if b >= blocks.count:
             return
         s = blocks.structure[b]
         at = blocks.start[b]
         room = blocks.room[b]
         pairs = 0
         blocks.crowd[b] = 0
-        blocks.first[b] = -1
-        for i in range(blocks.begin[b], blocks.end[b]):
-            count = find(bins, s, i, squared, found, _SEARCH)
-            if count < 0:
-                blocks.crowd[b] = max(blocks.crowd[b], -count)
-                pairs -= count
-                continue
-            if wanted.gradient and pairs + count > room:
-                pairs += count
-                continue
-            stride = up(count, align)
-            n, angular, coincident = gather(model, bins, i, count, found, slots, site, stride, align)
-            if coincident >= 0 and blocks.first[b] < 0:
-                blocks.first[b] = i
-                blocks.second[b] = coincident
-            kind = bins.types[i]
-            results.energies[i] = evaluate(
-                model, kind, temperatures[s], site, stride, n, angular, present, wanted.gradient, widths
-            )
-            if wanted.descriptors:
-                for d in range(model.dim):
-                    results.descriptors[i * model.dim + d] = site.q[d] * model.scaler[d]
-            if wanted.gradient:
-                x = 0.0
-                y = 0.0
-                z = 0.0
-                for j in range(n):
-                    gx = site.gradient[j]
-                    gy = site.gradient[stride + j]
-                    gz = site.gradient[2 * stride + j]
-                    x += gx
-                    y += gy
-                    z += gz
-                    results.neighbor[at] = site.neighbor[j]
-                    results.gradient[3 * at] = gx
-                    results.gradient[3 * at + 1] = gy
-                    results.gradient[3 * at + 2] = gz
-                    if wanted.virials:
-                        r = site.geo[3 * stride + j]
-                        results.edge[3 * at] = site.geo[j] * r
-                        results.edge[3 * at + 1] = site.geo[stride + j] * r
-                        results.edge[3 * at + 2] = site.geo[2 * stride + j] * r
-                    at += 1
-                results.own[3 * i] = x
-                results.own[3 * i + 1] = y
-                results.own[3 * i + 2] = z
-                results.pair_start[i] = at - n
-                results.pair_count[i] = n
-                pairs += n
-                if wanted.virial:
-                    site_virial(site, stride, n, widths.full)
-                    for k in range(9):
-                        results.virial[9 * i + k] = site.virial[k]
+        blocks.second[b] = 0
+        # Atoms of one type after the other: their coefficients and weights stay in the cache.
+        for t in range(present.count):
+            kind = present.types[t]
+            for i in range(blocks.begin[b], blocks.end[b]):
+                if bins.types[i] != kind:
+                    continue
+                count = find(bins, s, i, model.cutoff, found, _SEARCH)
+                if count > found.size:
+                    blocks.crowd[b] = max(blocks.crowd[b], count)
+                    pairs += count
+                    continue
+                if wanted.gradient and pairs + count > room:
+                    pairs += count
+                    continue
+                stride = up(count, align)
+                n, angular, coincident = gather(model, bins, i, count, found, present, site, stride, align)
+                if coincident >= 0 and (blocks.second[b] == 0 or i < blocks.first[b]):
+                    blocks.first[b] = i
+                    blocks.second[b] = coincident + 1
+                results.energies[i] = evaluate(
+                    model, kind, temperatures[s], site, stride, n, angular, present, wanted.gradient, widths
+                )
+                if wanted.descriptors:
+                    for d in range(model.dim):
+                        results.descriptors[i * model.dim + d] = site.q[d] * model.scaler[d]
+                if wanted.gradient:
+                    x = 0.0
+                    y = 0.0
+                    z = 0.0
+                    for j in range(n):
+                        gx = site.gradient[j]
+                        gy = site.gradient[stride + j]
+                        gz = site.gradient[2 * stride + j]
+                        x += gx
+                        y += gy
+                        z += gz
+                        results.neighbor[at] = site.neighbor[j]
+                        results.gradient[3 * at] = gx
+                        results.gradient[3 * at + 1] = gy
+                        results.gradient[3 * at + 2] = gz
+                        if wanted.virials:
+                            r = site.geo[3 * stride + j]
+                            results.edge[3 * at] = site.geo[j] * r
+                            results.edge[3 * at + 1] = site.geo[stride + j] * r
+                            results.edge[3 * at + 2] = site.geo[2 * stride + j] * r
+                        at += 1
+                    results.own[3 * i] = x
+                    results.own[3 * i + 1] = y
+                    results.own[3 * i + 2] = z
+                    results.pair_start[i] = at - n
+                    results.pair_count[i] = n
+                    pairs += n
+                    if wanted.virial:
+                        site_virial(site, stride, n, widths.full)
+                        for k in range(9):
+                            results.virial[9 * i + k] = site.virial[k]
         blocks.found[b] = pairs
 
 
-_SEARCH = (0,) * 8
+_SEARCH = (0,) * 16
 
 
 class Targets(NamedTuple):
     """Ranges of atoms that receive forces, and the centres they come from. All int64."""
 
+    count: int
+    counter: Any  # (1,): the range to be done next
     low: Any
     high: Any
     begin: Any  # first centre
@@ -141,12 +155,14 @@ class Targets(NamedTuple):
     whole: Any  # 1 if no centre has neighbours outside the range
 
 
-@njit(error_model="numpy", nogil=True)
-def push_neighbors(counter: Any, targets: Targets, results: Results, wanted: Wanted) -> None:
+@inner
+def push_neighbors(arrays: Targets, out: Results, wanted: Wanted) -> None:
     """Add what centres do to their neighbours: for every atom in the order of the centres, then of their pairs."""
+    targets = bare(arrays)
+    results = bare(out)
     while True:
-        t = fetch_add(counter, 0, 1)
-        if t >= len(targets.low):
+        t = fetch_add(targets.counter, 0, 1)
+        if t >= targets.count:
             return
         low = targets.low[t]
         high = targets.high[t]
@@ -172,7 +188,7 @@ def push_neighbors(counter: Any, targets: Targets, results: Results, wanted: Wan
                         results.virials[3 * j + 3 * row + 2] -= r * gz
 
 
-@njit(error_model="numpy")
+@inner
 def _lower_bound(values: Any, low: int, high: int, wanted: int) -> int:
     """First place in the ascending stretch ``low`` to ``high`` whose value is not less than ``wanted``."""
     while low < high:
@@ -184,7 +200,7 @@ def _lower_bound(values: Any, low: int, high: int, wanted: int) -> int:
     return low
 
 
-@njit(error_model="numpy", nogil=True)
+@inner
 def sum_structures(counts: Any, results: Results, wanted: Wanted, energy: Any, virial: Any, forces: Any) -> None:
     """Energies (B,), virials (B, 9) and forces (N, 3), the latter in the compute dtype."""
     i = 0

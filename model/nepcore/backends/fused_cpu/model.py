@@ -28,6 +28,7 @@ class Model(NamedTuple):
     multiples of the widths.
     """
 
+    single: bool  # compute dtype is float32
     n_types: int
     n_networks: int
     temperature: bool
@@ -148,7 +149,7 @@ def pack(file: NepFile, dtype: str, width: Widths) -> Model:
         return np.ascontiguousarray(array, dtype).reshape(-1)
 
     return Model(
-        n_types=T, n_networks=M, temperature=bool(file.temperature),
+        single=dtype == "float32", n_types=T, n_networks=M, temperature=bool(file.temperature),
         cutoff=float(cut_r.max()),
         squared_radial=(cut_r**2).reshape(-1), squared_angular=(cut_a**2).reshape(-1),
         inverse_radial=cast(1.0 / cut_r), inverse_angular=cast(1.0 / cut_a),

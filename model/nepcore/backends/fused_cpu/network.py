@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
+from .inner import inner
 from .simd import Width, add_exponent, fma, load, spread, store, total, where_less, zeros
 
 _LOG2E = 1.4426950408889634
@@ -15,7 +14,7 @@ _ROUND32 = 1.5 * 2.0**23
 _ROUND64 = 1.5 * 2.0**52
 
 
-@njit(error_model="numpy")
+@inner
 def tanh(x: Any, single: bool) -> Any:
     """tanh to a few units of the last place of 1, as 1 − 2/(e²ˣ + 1)."""
     limit = 10.0 if single else 20.0
@@ -46,7 +45,7 @@ def tanh(x: Any, single: bool) -> Any:
     return fma(-2.0, 1.0 / (add_exponent(p, shifted) + 1.0), 1.0)
 
 
-@njit(error_model="numpy")
+@inner
 def _times(matrix: Any, start: int, row: int, rows: int, x: Any, out: Any, width: Width) -> None:
     """``out[c] += Σ_r x[r] matrix[start + r · row + c]`` for c < row, a multiple of the width."""
     w = len(width)
@@ -71,15 +70,27 @@ def _times(matrix: Any, start: int, row: int, rows: int, x: Any, out: Any, width
         c += 4 * w
     while c < row:
         a0 = load(out, c, width)
+        a1 = zeros(out, width)
+        a2 = a1
+        a3 = a1
         at = start + c
-        for r in range(rows):
+        r = 0
+        while r + 4 <= rows:
+            a0 = fma(spread(x, r, width), load(matrix, at, width), a0)
+            a1 = fma(spread(x, r + 1, width), load(matrix, at + row, width), a1)
+            a2 = fma(spread(x, r + 2, width), load(matrix, at + 2 * row, width), a2)
+            a3 = fma(spread(x, r + 3, width), load(matrix, at + 3 * row, width), a3)
+            at += 4 * row
+            r += 4
+        while r < rows:
             a0 = fma(spread(x, r, width), load(matrix, at, width), a0)
             at += row
-        store(out, c, a0)
+            r += 1
+        store(out, c, (a0 + a1) + (a2 + a3))
         c += w
 
 
-@njit(error_model="numpy")
+@inner
 def site_energy(model: Any, kind: int, q: Any, u: Any, work: Any, single: bool, width: Width) -> float:
     """U of one atom without its output bias.
 
@@ -88,15 +99,15 @@ def site_energy(model: Any, kind: int, q: Any, u: Any, work: Any, single: bool, 
         kind: The atom's type.
         q: Unscaled descriptor, (D,).
         u: Receives ∂U/∂q, (D padded,).
-        work: 2 · (H padded) + 2 · (H2 padded) numbers.
+        work: Has ``hidden``, ``back`` (H padded), ``hidden2``, ``back2`` (H2 padded).
         single: Whether the compute dtype is float32.
         width: Lanes.
     """
     w = len(width)
     m = kind if model.n_networks > 1 else 0
     H = model.hidden_row
-    h = work
-    back = work[H:]
+    h = work.hidden
+    back = work.back
     for c in range(0, H, w):
         store(h, c, -load(model.b0, m * H + c, width))
     _times(model.w0_t, m * model.dim * H, H, model.dim, q, h, width)
@@ -111,8 +122,8 @@ def site_energy(model: Any, kind: int, q: Any, u: Any, work: Any, single: bool, 
             store(back, c, fma(v, -(t * t), v))
     else:
         H2 = model.hidden2_row
-        h2 = work[2 * H :]
-        back2 = work[2 * H + H2 :]
+        h2 = work.hidden2
+        back2 = work.back2
         for c in range(0, H2, w):
             store(h2, c, -load(model.b1, m * H2 + c, width))
         _times(model.w1_t, m * model.hidden * H2, H2, model.hidden, h, h2, width)

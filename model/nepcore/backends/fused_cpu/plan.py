@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from nepcore.structures import ragged_arange
-
-from .kernels import Blocks
+from .inner import inner
+from .kernels import Blocks, Targets
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from nepcore.structures import Structures
 
 ATOM_WORK = 30.0
 """What an atom costs beside its neighbours, in neighbours."""
@@ -25,20 +22,32 @@ PIECE = 0.6e6
 _BLOCK = 4000.0
 """Work of a block: some hundred microseconds."""
 
+_GUESS = 64.0
+"""Neighbours per atom where the cell does not tell a density."""
 
-def expected_neighbors(structures: Structures, cutoff: float) -> NDArray[np.float64]:
+
+@inner
+def expect(counts: Any, cells: Any, pbc: Any, cutoff: float) -> Any:
     """Neighbours per atom, (B,): from the density of crystals, a guess elsewhere. Results do not depend on it."""
-    sphere = 4.0 / 3.0 * np.pi * cutoff**3
-    with np.errstate(divide="ignore", invalid="ignore"):
-        crystal = structures.counts * sphere / structures.volumes
-    crystal = np.where(structures.fully_periodic, crystal, 64.0)
-    few = np.where(structures.pbc.any(axis=1), np.inf, structures.counts)
-    return np.clip(np.minimum(np.nan_to_num(crystal, nan=64.0), few), 1.0, 1e5)
+    out = np.empty(len(counts))
+    sphere = 4.0 / 3.0 * math.pi * cutoff**3
+    for s in range(len(counts)):
+        a = cells[9 * s : 9 * s + 9]
+        volume = abs(
+            a[0] * (a[4] * a[8] - a[5] * a[7]) - a[1] * (a[3] * a[8] - a[5] * a[6]) + a[2] * (a[3] * a[7] - a[4] * a[6])
+        )
+        expected = _GUESS
+        if pbc[s, 0] and pbc[s, 1] and pbc[s, 2]:
+            expected = counts[s] * sphere / volume if volume > 0.0 else _GUESS
+        elif not (pbc[s, 0] or pbc[s, 1] or pbc[s, 2]):
+            expected = min(expected, np.float64(counts[s]))
+        out[s] = min(max(expected, 1.0), 1e5)
+    return out
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Blocks of consecutive atoms, (b,) int64 each.
+    """Blocks of consecutive atoms of one structure each, (b,) int64.
 
     Attributes:
         structure: Structure the atoms belong to.
@@ -53,26 +62,14 @@ class Plan:
     pairs: NDArray[np.int64]
     total: NDArray[np.float64]
 
-    @classmethod
-    def of(cls, counts: NDArray[np.int64], expected: NDArray[np.float64]) -> Plan:
-        """Cut structures with that many atoms and expected neighbours an atom."""
-        size = np.clip(_BLOCK / (expected + ATOM_WORK), 1, 64).astype(np.int64)
-        blocks = -(-counts // size)
-        structure = np.repeat(np.arange(len(counts)), blocks)
-        ends = np.cumsum(counts)
-        begin = (ends - counts)[structure] + size[structure] * ragged_arange(np.zeros_like(blocks), blocks)
-        end = np.minimum(begin + size[structure], ends[structure])
-        atoms = end - begin
-        pairs = (atoms * (1.3 * expected[structure] + 16.0)).astype(np.int64)
-        work = atoms * (expected[structure] + ATOM_WORK)
-        return cls(structure, begin, end, pairs, np.concatenate([[0.0], np.cumsum(work)]))
-
     def __len__(self) -> int:
         return len(self.structure)
 
     def stop(self, start: int, work: float) -> int:
         """First block behind a piece that begins with block ``start`` and has about that much work."""
-        return min(len(self), max(start + 1, int(np.searchsorted(self.total, self.total[start] + work))))
+        if self.total[-1] - self.total[start] <= work:
+            return len(self)
+        return max(start + 1, int(np.searchsorted(self.total, self.total[start] + work)))
 
     def work(self, start: int, stop: int) -> float:
         """Work of blocks ``start`` to ``stop`` − 1."""
@@ -81,8 +78,91 @@ class Plan:
     def blocks(self, start: int, stop: int, rooms: NDArray[np.int64]) -> Blocks:
         """Blocks ``start`` to ``stop`` − 1 for the kernels, their pairs one block after the other."""
         n = stop - start
+        notes = np.zeros((5, n), np.int64)
+        np.cumsum(rooms[:-1], out=notes[0, 1:])
         return Blocks(
-            structure=self.structure[start:stop], begin=self.begin[start:stop], end=self.end[start:stop],
-            start=np.cumsum(rooms) - rooms, room=rooms, found=np.zeros(n, np.int64), crowd=np.zeros(n, np.int64),
-            first=np.full(n, -1, np.int64), second=np.full(n, -1, np.int64),
+            n, np.zeros(1, np.int64), self.structure[start:stop], self.begin[start:stop], self.end[start:stop],
+            notes[0], rooms, notes[1], notes[2], notes[3], notes[4],
         )  # fmt: skip
+
+
+@inner
+def cut(counts: Any, expected: Any) -> Any:
+    """The arrays of a :class:`Plan` for structures with that many atoms and expected neighbours an atom."""
+    sizes = np.empty(len(counts), np.int64)
+    n = 0
+    for s in range(len(counts)):
+        sizes[s] = min(max(np.int64(_BLOCK / (expected[s] + ATOM_WORK)), 1), 64)
+        n += (counts[s] + sizes[s] - 1) // sizes[s]
+    structure = np.empty(n, np.int64)
+    begin = np.empty(n, np.int64)
+    end = np.empty(n, np.int64)
+    pairs = np.empty(n, np.int64)
+    total = np.zeros(n + 1)
+    b = 0
+    first = 0
+    for s in range(len(counts)):
+        last = first + counts[s]
+        for low in range(first, last, sizes[s]):
+            structure[b] = s
+            begin[b] = low
+            end[b] = min(low + sizes[s], last)
+            atoms = end[b] - low
+            pairs[b] = np.int64(atoms * (1.3 * expected[s] + 16.0))
+            total[b + 1] = total[b] + atoms * (expected[s] + ATOM_WORK)
+            b += 1
+        first = last
+    return structure, begin, end, pairs, total
+
+
+def targets(table: NDArray[np.int64]) -> Targets:
+    """For the kernels, what :func:`aim` found."""
+    return Targets(table.shape[1], np.zeros(1, np.int64), table[0], table[1], table[2], table[3], table[4])
+
+
+@inner
+def aim(counts: Any, structure: Any, begin: Any, end: Any, hands: int) -> Any:
+    """Ranges of atoms that receive forces from blocks: a structure each, or, of a large one, a part a thread.
+
+    Returns:
+        Rows: first and last atom (exclusive), first and last centre (exclusive), whether that is the whole structure.
+    """
+    blocks = len(structure)
+    atoms = end[blocks - 1] - begin[0]
+    table = np.empty((5, (structure[blocks - 1] - structure[0] + 1) * hands), np.int64)
+    rows = 0
+    first = 0
+    b = 0
+    for s in range(structure[blocks - 1] + 1):
+        last = first + counts[s]
+        if b < blocks and structure[b] == s:
+            low = begin[b]
+            while b < blocks and structure[b] == s:
+                b += 1
+            high = end[b - 1]
+            shares = hands if 2 * hands * (high - low) > atoms else 1
+            for k in range(shares):
+                table[0, rows] = first + counts[s] * k // shares
+                table[1, rows] = first + counts[s] * (k + 1) // shares
+                table[2, rows] = low
+                table[3, rows] = high
+                table[4, rows] = shares == 1
+                rows += 1
+        first = last
+    return table[:, :rows].copy()
+
+
+@inner
+def mark_present(types: Any, n_types: int) -> Any:
+    """The types that occur, ascending, and the place of each type among them (0 for the others)."""
+    slots = np.zeros(n_types, np.int64)
+    for i in range(len(types)):
+        slots[types[i]] = 1
+    present = np.empty(n_types, np.int64)
+    n = 0
+    for t in range(n_types):
+        if slots[t]:
+            present[n] = t
+            slots[t] = n
+            n += 1
+    return present[:n], slots

@@ -5,21 +5,28 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
-
 from .basis import harmonic_gradient, harmonics, radial_functions, unit_vectors
+from .bins import Bins
+from .inner import inner
 from .invariants import invariant_gradient, invariants
 from .model import ANGULAR_TILE, Model, Widths, aligned, padded
+from .neighbors import COINCIDENT, Found
 from .network import site_energy
-from .neighbors import COINCIDENT, Bins, Found
 from .simd import Width, fma, load, spread, store, total, transpose, where_equal, zeros
 from .zbl import WIDTH as _ZBL
 from .zbl import repulsion
 
 _MASKED_TYPES = 8
 
-_ONE = (0,)
-"""Up to so many types are told apart by masks over all neighbours, more of them one neighbour at a time."""
+"""Up to so many types are told apart by masks over all neighbours."""
+
+
+class Present(NamedTuple):
+    """The types that occur. All int64."""
+
+    count: int
+    types: Any  # (count,)
+    slots: Any  # (T,): place of each type among them
 
 
 class Site(NamedTuple):
@@ -48,9 +55,14 @@ class Site(NamedTuple):
     ds: Any
     q: Any  # (D + slack,)
     u: Any
-    work: Any
+    hidden: Any  # (H padded,): neurons
+    back: Any  # (H padded,): derivatives by their inputs
+    hidden2: Any
+    back2: Any
     by_y: Any  # (harmonics, full width)
     by_f: Any  # (T, K padded): ∂U/∂Σf_k of each type present
+    rows: Any  # (full width, full width)
+    columns: Any  # (K padded, full width)
     gradient: Any  # (3, stride): ∂U/∂r_ij
     gradient_angular: Any  # (3, stride), angular neighbours
     virial: Any  # (9,): −Σ_j r_ij ⊗ ∂U/∂r_ij
@@ -77,15 +89,16 @@ def room(model: Model, widths: Widths, neighbors: int, dtype: str) -> Site:
         f=real(k, stride), df=real(k, stride), f_angular=real(k, stride), df_angular=real(k, stride),
         g=real(stride, rows), dg=real(stride, rows), g_t=real(rows, stride), dg_t=real(rows, stride),
         y=real(model.n_harmonics, stride), s=real(model.n_harmonics, rows), ds=real(model.n_harmonics, rows),
-        q=real(dim), u=real(dim), work=real(2 * model.hidden_row + 2 * model.hidden2_row),
-        by_y=real(model.n_harmonics, full), by_f=real(model.n_types, model.k_row), gradient=real(3, stride),
-        gradient_angular=real(3, stride), virial=real(9),
+        q=real(dim), u=real(dim), hidden=real(model.hidden_row), back=real(model.hidden_row),
+        hidden2=real(model.hidden2_row), back2=real(model.hidden2_row),
+        by_y=real(model.n_harmonics, full), by_f=real(model.n_types, model.k_row), rows=real(full, full), columns=real(model.k_row, full),
+        gradient=real(3, stride), gradient_angular=real(3, stride), virial=real(9),
     )  # fmt: skip
 
 
-@njit(error_model="numpy")
-def radial_sums(model: Any, kind: int, site: Any, stride: int, count: int, width: Width) -> None:
-    """Radial descriptors into ``site.q``; ``count`` is a multiple of 4."""
+@inner
+def radial_sums(model: Any, kind: int, alike: bool, site: Any, stride: int, count: int, width: Width) -> None:
+    """Radial descriptors into ``site.q``; ``count`` is a multiple of 4. ``alike``: there is one type only."""
     w = len(width)
     row = model.rows_radial
     block = model.k_radial * row
@@ -104,10 +117,14 @@ def radial_sums(model: Any, kind: int, site: Any, stride: int, count: int, width
             p3 = base + site.kind[j + 3] * block + c
             at = j
             for _ in range(model.k_radial):
-                a0 = fma(spread(f, at, width), load(model.c_radial, p0, width), a0)
-                a1 = fma(spread(f, at + 1, width), load(model.c_radial, p1, width), a1)
-                a2 = fma(spread(f, at + 2, width), load(model.c_radial, p2, width), a2)
-                a3 = fma(spread(f, at + 3, width), load(model.c_radial, p3, width), a3)
+                c0 = load(model.c_radial, p0, width)
+                c1 = c0 if alike else load(model.c_radial, p1, width)
+                c2 = c0 if alike else load(model.c_radial, p2, width)
+                c3 = c0 if alike else load(model.c_radial, p3, width)
+                a0 = fma(spread(f, at, width), c0, a0)
+                a1 = fma(spread(f, at + 1, width), c1, a1)
+                a2 = fma(spread(f, at + 2, width), c2, a2)
+                a3 = fma(spread(f, at + 3, width), c3, a3)
                 at += stride
                 p0 += row
                 p1 += row
@@ -116,10 +133,10 @@ def radial_sums(model: Any, kind: int, site: Any, stride: int, count: int, width
         store(site.q, c, (a0 + a1) + (a2 + a3))
 
 
-@njit(error_model="numpy")
+@inner
 def expand(
     model: Any, kind: int, kinds: Any, f: Any, df: Any, stride: int, count: int, g: Any, dg: Any, grad: bool,
-    width: Width,
+    alike: bool, width: Width,
 ) -> None:  # fmt: skip
     """g_n and, if ``grad``, its derivative for every angular neighbour, functions contiguous."""
     w = len(width)
@@ -144,9 +161,9 @@ def expand(
             d3 = zero
             for _ in range(model.k_angular):
                 c0 = load(model.c_angular, p0, width)
-                c1 = load(model.c_angular, p1, width)
-                c2 = load(model.c_angular, p2, width)
-                c3 = load(model.c_angular, p3, width)
+                c1 = c0 if alike else load(model.c_angular, p1, width)
+                c2 = c0 if alike else load(model.c_angular, p2, width)
+                c3 = c0 if alike else load(model.c_angular, p3, width)
                 a0 = fma(spread(f, at, width), c0, a0)
                 a1 = fma(spread(f, at + 1, width), c1, a1)
                 a2 = fma(spread(f, at + 2, width), c2, a2)
@@ -173,7 +190,7 @@ def expand(
                 store(dg, at + 3 * row, d3)
 
 
-@njit(error_model="numpy")
+@inner
 def angular_sums(model: Any, site: Any, stride: int, count: int, width: Width) -> None:
     """s[b][n] = Σ_j Y_b g_n, eight harmonics in registers at a time."""
     w = len(width)
@@ -213,9 +230,9 @@ def angular_sums(model: Any, site: Any, stride: int, count: int, width: Width) -
             store(site.s, at + 7 * row, a7)
 
 
-@njit(error_model="numpy")
+@inner
 def radial_gradient(
-    model: Any, kind: int, site: Any, stride: int, count: int, present: Any, width: Width
+    model: Any, kind: int, site: Any, stride: int, count: int, present: Present, width: Width
 ) -> None:  # fmt: skip
     """∂U/∂r of the radial part into the first row of ``site.gradient``.
 
@@ -225,33 +242,38 @@ def radial_gradient(
     K = model.k_row
     R = model.n_radial
     out = site.gradient
-    for slot in range(len(present)):
-        base = (kind * model.n_types + present[slot]) * R * K
+    for slot in range(present.count):
+        base = (kind * model.n_types + present.types[slot]) * R * K
         for k in range(0, K, w):
             acc = zeros(out, width)
             for n in range(R):
                 acc = fma(spread(site.u, n, width), load(model.c_radial_k, base + n * K + k, width), acc)
             store(site.by_f, slot * K + k, acc)
-    if len(present) <= _MASKED_TYPES:
+    if present.count <= _MASKED_TYPES:
         for j in range(0, count, w):
             acc = zeros(out, width)
             which = load(site.slot, j, width)
-            for slot in range(len(present)):
+            for slot in range(present.count):
                 part = zeros(out, width)
                 for k in range(model.k_radial):
                     part = fma(spread(site.by_f, slot * K + k, width), load(site.df, k * stride + j, width), part)
                 acc = where_equal(which, slot, part, acc)
             store(out, j, acc)
     else:
-        for j in range(count):
-            base = site.slot[j] * K
-            part = zeros(out, _ONE)
+        # Rows of the neighbours' types side by side, then turned so that lanes run over the neighbours.
+        for j in range(0, count, w):
+            for k in range(0, K, w):
+                for r in range(w):
+                    slot = max(0, site.slot[j + r])
+                    store(site.rows, r * w, load(site.by_f, slot * K + k, width))
+                transpose(site.rows, 0, w, site.columns, k * w, w, width)
+            part = zeros(out, width)
             for k in range(model.k_radial):
-                part = fma(load(site.by_f, base + k, _ONE), load(site.df, k * stride + j, _ONE), part)
+                part = fma(load(site.columns, k * w, width), load(site.df, k * stride + j, width), part)
             store(out, j, part)
 
 
-@njit(error_model="numpy")
+@inner
 def angular_gradient(model: Any, site: Any, geo: Any, stride: int, count: int, width: Width) -> None:
     """∂U/∂r_ij of the angular part into ``site.gradient_angular``."""
     w = len(width)
@@ -307,9 +329,9 @@ def angular_gradient(model: Any, site: Any, geo: Any, stride: int, count: int, w
         store(out, 2 * stride + j, fma(tz, inverse, along * uz))
 
 
-@njit(error_model="numpy")
+@inner
 def gather(
-    model: Any, bins: Bins, i: int, count: int, found: Found, slots: Any, site: Any, stride: int, align: int
+    model: Any, bins: Bins, i: int, count: int, found: Found, present: Present, site: Any, stride: int, align: int
 ) -> Any:
     """Edges of the neighbours found, in order, cut to the cutoffs of their pairs and padded with far ones.
 
@@ -345,7 +367,7 @@ def gather(
         geo[2 * stride + n] = dz
         geo[5 * stride + n] = model.inverse_radial[pair]
         site.kind[n] = other
-        site.slot[n] = slots[other]
+        site.slot[n] = present.slots[other]
         site.neighbor[n] = j
         if square < model.squared_angular[pair]:
             site.pair[angular] = n
@@ -363,13 +385,13 @@ def gather(
     return n, angular, coincident
 
 
-@njit(error_model="numpy")
+@inner
 def up(n: int, align: int) -> int:
     """The multiple of ``align``, a power of two, that is not less than n."""
     return (n + align - 1) & -align
 
 
-@njit(error_model="numpy")
+@inner
 def _angular_geometry(model: Any, site: Any, stride: int, count: int, align: int) -> None:
     """Rows 0–4 of the angular neighbours from those of the radial ones, and padding."""
     for a in range(count):
@@ -386,10 +408,10 @@ def _angular_geometry(model: Any, site: Any, stride: int, count: int, align: int
         site.geo_angular[5 * stride + a] = 1.0 / model.cutoff
 
 
-@njit(error_model="numpy")
+@inner
 def evaluate(
-    model: Model, kind: int, temperature: float, site: Site, stride: int, count: int, angular: int, present: Any, grad: bool,
-    widths: Widths,
+    model: Model, kind: int, temperature: float, site: Site, stride: int, count: int, angular: int, present: Present,
+    grad: bool, widths: Widths,
 ) -> float:  # fmt: skip
     """Energy of the atom whose edges :func:`gather` laid out, eV; its edges' gradients if ``grad``.
 
@@ -400,11 +422,10 @@ def evaluate(
     functions = widths.functions
     lanes = len(functions)
     align = max(w, lanes)
-    single = site.geo.itemsize == 4
     many = up(count, align)
     unit_vectors(site.geo, stride, many, full)
     radial_functions(site.geo, site.f, site.df, stride, many, model.k_radial, grad, full)
-    radial_sums(model, kind, site, stride, many, functions)
+    radial_sums(model, kind, present.count == 1, site, stride, many, functions)
     geo, kinds, f, df = site.geo, site.kind, site.f, site.df
     few = many
     if not model.one_list:
@@ -413,12 +434,12 @@ def evaluate(
         _angular_geometry(model, site, stride, angular, align)
         radial_functions(geo, f, df, stride, few, model.k_angular, grad, full)
     harmonics(geo, site.y, stride, few, model.l_max, model.legendre, full)
-    expand(model, kind, kinds, f, df, stride, few, site.g, site.dg, grad, functions)
+    expand(model, kind, kinds, f, df, stride, few, site.g, site.dg, grad, present.count == 1, functions)
     angular_sums(model, site, stride, angular, functions)
     invariants(site.s, model.rows_angular, model, site.q, functions)
     if model.temperature:
         site.q[model.dim - 1] = temperature
-    energy = np.float64(site_energy(model, kind, site.q, site.u, site.work, single, full)) - model.bias[kind]
+    energy = np.float64(site_energy(model, kind, site.q, site.u, site, model.single, full)) - model.bias[kind]
     if grad:
         radial_gradient(model, kind, site, stride, many, present, full)
     if model.zbl:
@@ -448,7 +469,7 @@ def evaluate(
     return energy
 
 
-@njit(error_model="numpy")
+@inner
 def _repel(model: Any, kind: int, site: Any, stride: int, angular: int, grad: bool) -> float:
     """Half of the pairs' repulsion, eV; half of its derivative is added to the radial part of the gradient."""
     energy = 0.0
@@ -464,7 +485,7 @@ def _repel(model: Any, kind: int, site: Any, stride: int, angular: int, grad: bo
     return energy
 
 
-@njit(error_model="numpy")
+@inner
 def site_virial(site: Any, stride: int, count: int, width: Width) -> None:
     """−Σ_j r_ij ⊗ ∂U/∂r_ij into ``site.virial``; row: edge component, column: gradient component."""
     for row in range(3):

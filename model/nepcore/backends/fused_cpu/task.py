@@ -10,9 +10,11 @@ import numpy as np
 from nepcore.errors import StructureError
 from nepcore.structures import PER_ATOM, PROPERTIES, Predictions
 
-from . import kernels, neighbors
-from .kernels import Results, Targets, Wanted
-from .plan import ATOM_WORK, PIECE, Plan, expected_neighbors
+from . import neighbors
+from .bins import FAULT, FAULTS, GRID, most_runs, sort_into_bins
+from .kernels import Results, Wanted
+from .plan import ATOM_WORK, PIECE, Plan, targets
+from .site import Present
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
     from nepcore.structures import Structures
 
     from .backend import Desk, FusedCPU
+    from .bins import Bins
     from .kernels import Blocks
-    from .neighbors import Bins
 
 _SHARED_WORK = 20_000.0
 """Below this a piece is not worth waking other threads."""
@@ -42,8 +44,7 @@ class _Group:
     counts: NDArray[np.int64]
     bins: Bins
     temperatures: NDArray[Any]
-    slots: NDArray[np.int64]
-    present: NDArray[np.int64]
+    present: Present
     runs: int
     results: Results
 
@@ -54,6 +55,7 @@ class Task:
     def __init__(self, backend: FusedCPU, structures: Structures, properties: frozenset[str]) -> None:
         self.backend = backend
         self.model = backend.model
+        self.functions = backend.functions
         self.structures = structures
         self.properties = properties
         B, N = len(structures), structures.n_atoms
@@ -71,33 +73,38 @@ class Task:
         self.virials = np.zeros((N if self.wanted.virials else 0, 9), dtype)
         self.descriptors = np.zeros((N if self.wanted.descriptors else 0, self.model.dim), dtype)
         self.errors: dict[int, StructureError] = {}
-        self.density = expected_neighbors(structures, self.model.cutoff)
+        # The compiled functions take arrays of one kind: bytes from a socket may be read-only and out of line.
+        self.counts = _plain(structures.counts, np.int64)
+        self.positions = _plain(structures.positions, np.float64)
+        self.cells = _plain(structures.cells, np.float64)
+        self.pbc = _plain(structures.pbc, np.bool_)
+        self.density, _ = self.functions.expect(self.counts, self.cells.reshape(-1), self.pbc, self.model.cutoff)
 
     def run(self) -> Generator[int, None, None]:
         """Evaluate everything; yields atoms finished."""
         # Structures are sorted into bins together as long as they make about a piece; a large one stands alone.
-        work = self.structures.counts * (self.density + ATOM_WORK)
-        start, total = 0, 0.0
-        for i, w in enumerate(work.tolist()):
-            if i > start and total + w > PIECE:
-                yield from self._group(start, i)
-                start, total = i, 0.0
-            total += w
-        if len(self.structures) > start:
-            yield from self._group(start, len(self.structures))
+        total = np.cumsum(self.structures.counts * (self.density + ATOM_WORK))
+        start = 0
+        while start < len(total):
+            done = total[start - 1] if start else 0.0
+            stop = max(start + 1, int(np.searchsorted(total, done + PIECE, side="right")))
+            yield from self._group(start, stop)
+            start = stop
 
     def _group(self, first: int, last: int) -> Generator[int, None, None]:
         """Evaluate the structures ``first`` to ``last`` − 1."""
         backend, model, wanted = self.backend, self.model, self.wanted
-        part = self.structures.slice(first, last)
-        N, dtype = part.n_atoms, backend.dtype
-        types = backend.types[part.numbers]
-        bins = neighbors.sort_into_bins(part.counts, types, part.positions, part.cells, part.pbc, model.cutoff)
-        present = np.flatnonzero(np.bincount(types, minlength=model.n_types))
-        slots = np.zeros(model.n_types, np.int64)
-        slots[present] = np.arange(len(present))
-        gradient = N if wanted.gradient else 0
+        dtype = backend.dtype
         atoms = slice(self.structures.offsets[first], self.structures.offsets[last])
+        counts = self.counts[first:last]
+        types = backend.types[self.structures.numbers[atoms]]
+        N = len(types)
+        bins = sort_into_bins(
+            self.functions, counts, types, self.positions[atoms], self.cells[first:last], self.pbc[first:last],
+            model.cutoff,
+        )  # fmt: skip
+        (kinds, slots), _ = self.functions.mark_present(types, model.n_types)
+        gradient = N if wanted.gradient else 0
         results = Results(
             energies=np.zeros(N), own=np.zeros(3 * gradient), pushed=np.zeros(3 * gradient),
             virial=np.zeros(9 * N if wanted.virial else 0), virials=np.zeros(9 * N if wanted.virials else 0),
@@ -106,22 +113,26 @@ class Task:
             neighbor=np.zeros(0, np.int32), gradient=np.zeros(0, dtype), edge=np.zeros(0, dtype),
         )  # fmt: skip
         group = _Group(
-            part.counts, bins, part.temperatures.astype(dtype), slots, present, neighbors.most_runs(bins), results
-        )
-        plan = Plan.of(part.counts, self.density[first:last])
+            counts, bins, self.structures.temperatures[first:last].astype(dtype), Present(len(kinds), kinds, slots),
+            most_runs(bins), results,
+        )  # fmt: skip
+        plan = Plan(*self.functions.cut(counts, self.density[first:last])[0])
         start = 0
         while start < len(plan):
             with backend.lock:
                 stop = self._piece(group, plan, start, first)
             yield int(plan.end[stop - 1] - plan.begin[start])
             start = stop
-        kernels.sum_structures(
-            part.counts, results, wanted, self.energy[first:last], self.virial[first:last].reshape(-1),
+        self.functions.sum_structures(
+            counts, results, wanted, self.energy[first:last], self.virial[first:last].reshape(-1),
             self.forces[atoms].reshape(-1),
         )  # fmt: skip
         self.energies[atoms] = results.energies
         if wanted.virials:
             self.virials[atoms] = results.virials.reshape(-1, 9)
+        for s in np.flatnonzero(bins.grid[FAULT::GRID]).tolist():
+            code, field, reason = FAULTS[bins.grid[FAULT + GRID * s] - 1]
+            self.errors[first + s] = StructureError(code, reason, field=field)
 
     def _piece(self, group: _Group, plan: Plan, start: int, offset: int) -> int:
         """Evaluate a piece, the blocks of ``plan`` from ``start`` on; the block after its last."""
@@ -133,22 +144,17 @@ class Task:
             blocks = plan.blocks(start, stop, rooms)
             results = backend.with_pairs(group.results, int(rooms.sum()), wanted)
             desks = [backend.desk(k, group.runs) for k in range(hands)]
-            counter = np.zeros(1, np.int64)
 
-            def work(
-                k: int, blocks: Blocks = blocks, results: Results = results, desks: list[Desk] = desks,
-                counter: NDArray[np.int64] = counter,
-            ) -> None:  # fmt: skip
-                kernels.evaluate_blocks(
-                    counter, blocks, group.bins, self.model, group.temperatures, group.slots, group.present,
-                    desks[k].found, desks[k].site, results, wanted, backend.widths,
+            def work(k: int, blocks: Blocks = blocks, results: Results = results, desks: list[Desk] = desks) -> None:
+                self.functions.evaluate_blocks(
+                    blocks, group.bins, self.model, group.temperatures, group.present, desks[k].found, desks[k].site,
+                    results, wanted, backend.widths,
                 )  # fmt: skip
 
             backend.crew.share(work, hands)
             crowd = int(blocks.crowd.max())
-            if crowd:
-                backend.crowd = max(backend.crowd, crowd)
-            if (blocks.found > rooms).any() and wanted.gradient:
+            backend.crowd = max(backend.crowd, crowd)
+            if wanted.gradient and (blocks.found > rooms).any():
                 # Denser than expected; now the numbers are known. What does not fit is left for the next piece.
                 rooms = np.maximum(blocks.found, 1)
                 fitting = int(np.searchsorted(np.cumsum(rooms), _PIECE_PAIRS, side="right"))
@@ -158,35 +164,20 @@ class Task:
                 break
         self._note_coincident(group, blocks, offset)
         if wanted.gradient:
-            self._push(group.counts, blocks, results, hands)
+            hands = hands if len(results.neighbor) > _SHARED_PAIRS else 1
+            table, _ = self.functions.aim(group.counts, blocks.structure, blocks.begin, blocks.end, hands)
+            aims = targets(table)
+            backend.crew.share(lambda _: self.functions.push_neighbors(aims, results, wanted), hands)
         return stop
 
-    def _push(self, counts: NDArray[np.int64], blocks: Blocks, results: Results, hands: int) -> None:
-        """Add the forces of a piece to the neighbours."""
-        structures, at = np.unique(blocks.structure, return_index=True)
-        last = np.append(at[1:], len(blocks.structure)) - 1
-        ends = np.cumsum(counts)
-        if len(results.neighbor) < _SHARED_PAIRS:
-            hands = 1
-        rows = []
-        for s, begin, end in zip(
-            structures.tolist(), blocks.begin[at].tolist(), blocks.end[last].tolist(), strict=True
-        ):
-            high = int(ends[s])
-            low = high - int(counts[s])
-            share = hands if (end - begin) * 2 * hands > blocks.end[-1] - blocks.begin[0] else 1
-            cuts = [low + (high - low) * k // share for k in range(share + 1)]
-            rows += [(a, b, begin, end, share == 1) for a, b in zip(cuts, cuts[1:], strict=False)]
-        targets = Targets(*np.array(rows, np.int64).T.copy())
-        counter = np.zeros(1, np.int64)
-        self.backend.crew.share(lambda _: kernels.push_neighbors(counter, targets, results, self.wanted), hands)
-
     def _note_coincident(self, group: _Group, blocks: Blocks, offset: int) -> None:
+        if not blocks.second.any():
+            return
         ends = np.cumsum(group.counts)
-        for b in np.flatnonzero(blocks.first >= 0).tolist():
+        for b in np.flatnonzero(blocks.second).tolist():
             s = int(blocks.structure[b])
             low = int(ends[s] - group.counts[s])
-            i, j = sorted((int(blocks.first[b]) - low, int(blocks.second[b]) - low))
+            i, j = sorted((int(blocks.first[b]) - low, int(blocks.second[b]) - 1 - low))
             whose = f"atoms {i + 1} and {j + 1} coincide" if i != j else f"atom {i + 1} coincides with its own image"
             reason = f"positions: {whose} (closer than {neighbors.COINCIDENT:g} Å)"
             atoms = (i, j) if i != j else (i,)
@@ -210,6 +201,10 @@ class Task:
                 rows = slice(structures.offsets[i], structures.offsets[i + 1]) if name in PER_ATOM else slice(i, i + 1)
                 array[rows] = np.nan
         return Predictions(structures.counts, values, structures.fully_periodic, self.errors)
+
+
+def _plain(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    return np.require(array, dtype, ["C", "A", "W"])
 
 
 def _stress(virial: NDArray[np.float64], structures: Structures) -> NDArray[np.float64]:

@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
-
 from nepcore.elements import NUMBERS
+
+from .inner import inner
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,7 +67,7 @@ def pair_table(file: NepFile) -> NDArray[np.float64] | None:
     return table
 
 
-@njit(error_model="numpy")
+@inner
 def repulsion(table: Any, at: int, r: float) -> tuple[float, float]:
     """V(r) in eV and dV/dr of the pair whose parameters begin at ``table[at]``; zero from its outer radius on."""
     inner = table[at + INNER]

@@ -1,0 +1,147 @@
+"""The functions that Python calls, compiled for this machine once and kept on disk.
+
+The compiler's own cache knows when the file of a compiled function changed, but not when a file of the functions that
+it calls did. Every function here therefore carries a stamp of all sources of this package and of the compiler's
+version; the stamp is part of what the cache looks up.
+
+The directory is ``NUMBA_CACHE_DIR`` where that is set, else ``nepserve/numba`` below ``XDG_CACHE_HOME`` (``~/.cache``),
+else one of this user's below the directory for temporary files. Where none can be written, every process compiles
+anew, and says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import llvmlite
+import numba
+from numba.core import config
+
+from . import bins as binning
+from . import kernels, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_log = logging.getLogger("nepcore")
+_lock = threading.Lock()
+_built: dict[bool, SimpleNamespace] = {}
+
+
+def functions(*, cached: bool = True) -> SimpleNamespace:
+    """The compiled functions by name; they compile, or come from disk, when they are first called.
+
+    Args:
+        cached: Whether to use the disk at all.
+    """
+    with _lock:
+        if cached not in _built:
+            _built[cached] = _with_cache() if cached else _build(_stamp(), False)
+        return _built[cached]
+
+
+def _with_cache() -> SimpleNamespace:
+    before = config.CACHE_DIR
+    for directory in _directories():
+        try:
+            config.CACHE_DIR = str(directory)
+            return _build(_stamp(), True)
+        except RuntimeError:  # not writable
+            continue
+        finally:
+            config.CACHE_DIR = before
+    _log.warning("no directory for compiled code can be written (set NUMBA_CACHE_DIR); each start compiles anew")
+    return _build(_stamp(), False)
+
+
+def _directories() -> Iterator[Path]:
+    """Where compiled code may go, best first."""
+    if config.CACHE_DIR:
+        yield Path(config.CACHE_DIR)
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(home):
+        yield Path(home) / "nepserve" / "numba"
+    if hasattr(os, "getuid"):
+        shared = Path(tempfile.gettempdir()) / f"nepserve-{os.getuid()}"
+        try:
+            shared.mkdir(mode=0o700, exist_ok=True)
+            status = shared.lstat()
+        except OSError:
+            return
+        # What lies there is executed: nobody else may have put it there.
+        if status.st_uid == os.getuid() and not status.st_mode & 0o077 and not shared.is_symlink():
+            yield shared / "numba"
+
+
+def _stamp() -> int:
+    """A number that changes with the sources of this package and with the compiler."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "big")
+
+
+def _build(stamp: int, cache: bool) -> SimpleNamespace:
+    """The functions, with the stamp as a constant in each of them."""
+    compile_ = numba.njit(cache=cache, nogil=True, error_model="numpy")
+
+    @compile_
+    def expect(counts: Any, cells: Any, pbc: Any, cutoff: Any) -> Any:
+        return plan.expect(counts, cells, pbc, cutoff), stamp
+
+    @compile_
+    def cut(counts: Any, expected: Any) -> Any:
+        return plan.cut(counts, expected), stamp
+
+    @compile_
+    def aim(counts: Any, structure: Any, begin: Any, end: Any, hands: Any) -> Any:
+        return plan.aim(counts, structure, begin, end, hands), stamp
+
+    @compile_
+    def mark_present(types: Any, n_types: Any) -> Any:
+        return plan.mark_present(types, n_types), stamp
+
+    @compile_
+    def wrap(
+        counts: Any, types: Any, positions: Any, cells: Any, pbc: Any, cutoff: Any, grid: Any, full: Any, wrapped: Any,
+        place: Any,
+    ) -> Any:  # fmt: skip
+        return binning.wrap(counts, types, positions, cells, pbc, cutoff, grid, full, wrapped, place), stamp
+
+    @compile_
+    def count_into_bins(bins: Any) -> int:
+        binning.count_into_bins(bins)
+        return stamp
+
+    @compile_
+    def evaluate_blocks(
+        blocks: Any, bins: Any, model: Any, temperatures: Any, present: Any, found: Any, site: Any, results: Any,
+        wanted: Any, widths: Any,
+    ) -> int:  # fmt: skip
+        kernels.evaluate_blocks(
+            blocks, bins, model, temperatures, present, found, site, results, wanted, widths
+        )  # fmt: skip
+        return stamp
+
+    @compile_
+    def push_neighbors(targets: Any, results: Any, wanted: Any) -> int:
+        kernels.push_neighbors(targets, results, wanted)
+        return stamp
+
+    @compile_
+    def sum_structures(counts: Any, results: Any, wanted: Any, energy: Any, virial: Any, forces: Any) -> int:
+        kernels.sum_structures(counts, results, wanted, energy, virial, forces)
+        return stamp
+
+    return SimpleNamespace(
+        expect=expect, cut=cut, aim=aim, mark_present=mark_present, wrap=wrap, count_into_bins=count_into_bins,
+        evaluate_blocks=evaluate_blocks, push_neighbors=push_neighbors, sum_structures=sum_structures,
+    )  # fmt: skip
