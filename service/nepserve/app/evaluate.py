@@ -15,7 +15,7 @@ import numpy as np
 
 from nepcore.errors import StructureError
 from nepserve import wire
-from nepserve.wire.request import WireError
+from nepserve.wire.request import MAX_NAME, WireError, shorten
 
 from .limits import ClientGone
 from .results import scatter
@@ -44,6 +44,8 @@ LARGE_BLOCK = 20_000
 
 PATIENCE = 0.05
 """Seconds a request may wait before somebody looks whether its client is still there."""
+
+_MAX_FIELDS = 16
 
 
 class Wish(NamedTuple):
@@ -226,7 +228,18 @@ def _timeout(headers: Mapping[bytes, bytes], longest: float) -> float:
 def _query(query_string: bytes) -> dict[str, str]:
     if not query_string:
         return {}
-    return dict(parse_qsl(query_string.decode("latin-1"), keep_blank_values=True, max_num_fields=16))
+    try:
+        pairs = parse_qsl(query_string.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
+    except ValueError:
+        raise WireError(None, "bad_value", f"the query string has more than {_MAX_FIELDS} fields") from None
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise WireError(
+            None, "duplicate_key", f"the query string has the key {shorten(twice)} twice", field=twice[:MAX_NAME]
+        )
+    return found
 
 
 def _timings(answer: Answer) -> Headers:

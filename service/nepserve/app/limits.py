@@ -17,6 +17,12 @@ MIN_RATE = 1e6
 """Bytes per second that earn a slow sender more time."""
 
 
+MAX_MEMBERS = 10_000
+"""Gzip members in one body; programs write one, or one for every 64 kB. Each costs time, even if nothing is in it."""
+
+_WINDOW = 64 * 1024
+
+
 class ClientGone(Exception):  # noqa: N818 (nobody is told: there is no one left to tell)
     """The client went away while its request was read."""
 
@@ -127,21 +133,31 @@ def gunzip(data: bytes, limit: int) -> bytes:
     """Decompress; never holds more than ``limit`` bytes of the result.
 
     Raises:
-        WireError: 413 if more would come out, 400 if it is not gzip or ends early.
+        WireError: 413 if more would come out, 400 if it is not gzip, ends early or has too many members.
     """
+    view = memoryview(data)
     parts: list[bytes] = []
-    left = limit
-    while data:
-        member = zlib.decompressobj(wbits=31)
+    start, left, members = 0, limit, 0
+    member = None
+    while start < len(view):
+        if member is None:
+            members += 1
+            if members > MAX_MEMBERS:
+                raise WireError(None, "bad_encoding", f"the gzip body has more than {MAX_MEMBERS:,} members")
+            member = zlib.decompressobj(wbits=31)
+        # What follows the end of a member is handed back as a copy: of a window, not of all that is left.
+        window = view[start : start + _WINDOW]
         try:
-            part = member.decompress(data, left + 1)
+            part = member.decompress(window, left + 1)
         except zlib.error as error:
             raise WireError(None, "bad_encoding", f"the body is not gzip: {error}") from None
         left -= len(part)
         if left < 0:
             raise too_large(limit)
-        if not member.eof:
-            raise WireError(None, "bad_encoding", "the gzip body ends early")
         parts.append(part)
-        data = member.unused_data
+        start += len(window) - len(member.unused_data)
+        if member.eof:
+            member = None
+    if member is not None:
+        raise WireError(None, "bad_encoding", "the gzip body ends early")
     return b"".join(parts)

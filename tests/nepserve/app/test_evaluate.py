@@ -230,6 +230,22 @@ def test_every_property_has_its_shape_in_a_mixed_batch(server: Any, silicon: Any
         assert np.shape(result["descriptors"]) == (2, 5)
 
 
+@pytest.mark.parametrize(
+    ("query", "status", "code"),
+    [
+        ("model=main&model=other", 400, "duplicate_key"),
+        ("properties=energy&model=main&properties=energy", 400, "duplicate_key"),
+        ("&".join(f"k{i}=1" for i in range(17)), 422, "bad_value"),
+        ("modle=main", 422, "unknown_field"),
+    ],
+    ids=["two models", "properties twice", "too many", "misspelt"],
+)
+def test_odd_query_strings(server: Any, problem: Any, silicon: Any, query: str, status: int, code: str) -> None:
+    answer = server.call("POST", f"/v1/evaluate?{query}", json={"structure": silicon})
+    problem(answer, status, code)
+    assert not server.dispatcher.asked
+
+
 def test_wrong_method(server: Any, problem: Any) -> None:
     answer = server.call("GET", "/v1/evaluate")
     assert problem(answer, 405, "method_not_allowed")["allow"] == ["POST"]
@@ -252,6 +268,18 @@ def test_gzip_bombs_are_cut(make: Any, problem: Any) -> None:
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     document = problem(server.call("POST", "/v1/evaluate", content=bomb, headers=headers), 413, "body_too_large")
     assert document["max_bytes"] == 1_000_000
+
+
+def test_gzip_members_are_counted(server: Any, problem: Any, silicon: Any) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    body, nothing = orjson.dumps({"structure": silicon}), gzip.compress(b"")
+    # Members that begin and end at every place of the windows in which they are read.
+    packed = nothing * 3000 + b"".join(gzip.compress(body[i : i + 1]) for i in range(len(body))) + nothing * 3000
+    assert server.call("POST", "/v1/evaluate", content=packed, headers=headers).json()["energy"] == 28.0
+    document = problem(
+        server.call("POST", "/v1/evaluate", content=nothing * 10_001, headers=headers), 400, "bad_encoding"
+    )
+    assert "members" in document["detail"]
 
 
 def test_large_requests_take_the_other_way_and_answer_the_same(server: Any) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 import warnings
 import zipfile
 from typing import Any
@@ -225,6 +226,23 @@ def test_bombs_are_not_unpacked() -> None:
     assert len(data) < 100_000
     error = refusal(data, limits=wire.Limits(max_body=1_000_000))
     assert (error.status, error.code) == (413, "body_too_large")
+
+
+def test_a_huge_directory_is_not_read() -> None:
+    # Entries of a directory that all mean the one member before it.
+    entry = b"PK\x01\x02" + bytes(24) + (7).to_bytes(2, "little") + bytes(16) + b"pbc.npy"
+    end = b"PK\x05\x06" + bytes(8) + (len(entry) * 50_000).to_bytes(4, "little") + bytes(6)
+    data = entry * 50_000 + end
+    with zipfile.ZipFile(io.BytesIO(data)) as readable:
+        assert len(readable.infolist()) == 50_000
+    tracemalloc.start()
+    try:
+        error = refusal(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (error.code, "50000 members" in error.detail) == ("bad_npz", True)
+    assert peak < 1_000_000
 
 
 def test_a_directory_that_lies_about_sizes() -> None:
