@@ -9,6 +9,7 @@ The "file" it loads is JSON: the text of it, or the path of a file that holds it
     nothing                           no arithmetic at all: energy is 0 and forces are the negative positions
     memory                            atoms a call may have before it raises ``memory_text``
     memory_text                       wording of that error; ``MemoryError`` raises one
+    memory_from                       calls that are spared, so that a warm-up may go well
     load_seconds, load_error          loading is slow, or fails
     drift                             added to every energy from the second load or 20th call on
     faults                            {symbol: fault}: what an atom of that element does to its call
@@ -87,7 +88,8 @@ class ToyCalculator:
             return _predictions(structures, properties, np.zeros(structures.n_atoms), -structures.positions, {})
         present = {self._faults[z] for z in np.unique(structures.numbers).tolist() if z in self._faults}
         self._fail(structures, present)
-        if (memory := options.get("memory")) is not None and structures.n_atoms > memory:
+        memory = options.get("memory") if self._calls > options.get("memory_from", 0) else None
+        if memory is not None and structures.n_atoms > memory:
             self._out_of_memory(structures.n_atoms)
         tile = int(options.get("tile", 256))
         seconds = options.get("seconds", 0.0) + (0.05 if "slow" in present else 0.0)
