@@ -256,7 +256,12 @@ class Supervisor:
                     raise EngineDown(str(link.exit))
                 if self._heard - self._probed >= self.settings.probe_interval:
                     for version in self.registry.versions:
-                        await link.probe(version.key)
+                        # Held, or it might be unloaded before its turn.
+                        version.acquire()
+                        try:
+                            await link.probe(version.key)
+                        finally:
+                            version.release()
                     self._probed = time.monotonic()
         finally:
             exited.cancel()

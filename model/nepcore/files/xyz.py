@@ -36,7 +36,7 @@ _CHECK_LINES = 100_000
 """A frame that is not complete after this many lines is checked while it arrives: its count may be a mistake."""
 
 
-def parse(data: bytes | str, path: str = "<request>", *, skip_bad: bool = False) -> Frames:
+def parse(data: bytes | bytearray | str, path: str = "<request>", *, skip_bad: bool = False) -> Frames:
     """Read all frames of a file's content.
 
     Args:
@@ -47,7 +47,7 @@ def parse(data: bytes | str, path: str = "<request>", *, skip_bad: bool = False)
     Raises:
         InputFileError: Naming file, frame, line, key or column, and token. Nothing else, whatever the bytes.
     """
-    content = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
+    content = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
     scanner = _Scanner(path)
     scanner.feed(content)
     scanner.finish()

@@ -72,7 +72,7 @@ async def load(
 
     A name that is served goes on serving its old model until the new one is warm. A bad file changes nothing.
     """
-    body = await service.bodies.read(request.receive, request.scope["nepserve.call"].headers)
+    body = bytes(await service.bodies.read(request.receive, request.scope["nepserve.call"].headers))
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         wanted = _parse(body)

@@ -95,17 +95,23 @@ class Door:
             call.status, call.note = 499, "the client went away"
             self.service.metrics.abandoned.add()
         except Exception as error:
-            wire_error = problems.as_wire_error(error)
-            if wire_error is None:
-                log.exception("request %s failed: %s", call.id, error, extra={"request_id": call.id})
-                wire_error = problems.internal()
-            call.note = wire_error.code
-            if call.status == 0:
-                if wire_error.status in _SHED:
-                    self.service.metrics.shed.add(wire_error.code)
-                await self._send(call, send, *problems.answer(wire_error, call.id))
+            await self._refuse(call, send, error)
         finally:
             self._note(call)
+
+    async def _refuse(self, call: Call, send: Send, error: Exception) -> None:
+        """Answer with a problem. Not in ``__call__``: a local of a frame that the error's traceback holds would keep
+        both, and the body with them, until the garbage is collected.
+        """
+        wire_error = problems.as_wire_error(error)
+        if wire_error is None:
+            log.error("request %s failed: %s", call.id, error, exc_info=error, extra={"request_id": call.id})
+            wire_error = problems.internal()
+        call.note = wire_error.code
+        if call.status == 0:
+            if wire_error.status in _SHED:
+                self.service.metrics.shed.add(wire_error.code)
+            await self._send(call, send, *problems.answer(wire_error, call.id))
 
     def _admit(self, call: Call) -> None:
         """Check the key.

@@ -155,7 +155,7 @@ class Evaluate:
             headers += _timings(answer)
         return 200, headers, body
 
-    def _decode(self, body: bytes, wish: Wish) -> wire.Request:
+    def _decode(self, body: bytes | bytearray, wish: Wish) -> wire.Request:
         return wire.decode(wish.content_type, body, limits=self.service.limits, query=wish.query)
 
     def _examine(self, version: Version, request: wire.Request) -> Examined:

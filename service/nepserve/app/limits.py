@@ -39,7 +39,7 @@ class Bodies:
         self.timeout = timeout
         self._reading: set[_Body] = set()
 
-    async def read(self, receive: Receive, headers: Mapping[bytes, bytes]) -> bytes:
+    async def read(self, receive: Receive, headers: Mapping[bytes, bytes]) -> bytes | bytearray:
         """The whole body, decompressed.
 
         Raises:
@@ -60,26 +60,26 @@ class Bodies:
         body = await self._receive(receive)
         return await asyncio.to_thread(gunzip, body, self.limit) if encoding == b"gzip" else body
 
-    async def _receive(self, receive: Receive) -> bytes:
+    async def _receive(self, receive: Receive) -> bytes | bytearray:
         entry = _Body(asyncio.current_task(), asyncio.get_running_loop().time() + self.timeout)
         self._reading.add(entry)
         try:
-            chunks: list[bytes] = []
-            size = 0
+            body: bytes | bytearray = b""
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 chunk = message.get("body", b"")
-                size += len(chunk)
-                if size > self.limit:
+                if len(body) + len(chunk) > self.limit:
                     raise too_large(self.limit)
+                if not message.get("more_body", False) and not body:
+                    return chunk
+                if isinstance(body, bytes):
+                    # One block that grows: a list of chunks and their sum would take the memory twice.
+                    body = bytearray(body)
+                body += chunk
                 if not message.get("more_body", False):
-                    if not chunks:
-                        return chunk
-                    chunks.append(chunk)
-                    return b"".join(chunks)
-                chunks.append(chunk)
+                    return body
                 entry.deadline += len(chunk) / MIN_RATE
         except asyncio.CancelledError:
             if entry.reason is None or entry.task is None:
@@ -129,7 +129,7 @@ class _Body:
             self.task.cancel()
 
 
-def gunzip(data: bytes, limit: int) -> bytes:
+def gunzip(data: bytes | bytearray, limit: int) -> bytes:
     """Decompress; never holds more than ``limit`` bytes of the result.
 
     Raises:

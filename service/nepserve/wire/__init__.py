@@ -39,7 +39,7 @@ def negotiate(accept: str | None, content_type: str | None) -> str:
 
 def decode(
     content_type: str | None,
-    body: bytes,
+    body: bytes | bytearray,
     *,
     limits: Limits = _NO_LIMITS,
     query: Mapping[str, str] = _NO_QUERY,
