@@ -33,14 +33,21 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level unless it is INFO, and the message."""
+    """Time, level unless it is INFO, and the message on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        text = f"{moment} {level}{record.getMessage()}"
+        text = f"{moment} {level}{_printable(record.getMessage())}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _printable(text: str) -> str:
+    """The text with line ends and the like spelled out: a client's path must not look like a line of its own."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
 
 
 def configure(style: Literal["text", "json"], level: str, stream: TextIO | None = None) -> None:
