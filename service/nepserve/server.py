@@ -200,7 +200,11 @@ class _Process:
 
         settings = self.settings
         registry = models.Registry(settings.default_model)
-        scheduler = Scheduler(max_queue_atoms=settings.max_queue_atoms, max_queue_requests=settings.max_queue_requests)
+        scheduler = Scheduler(
+            max_atoms=settings.max_atoms,
+            max_queue_atoms=settings.max_queue_atoms,
+            max_queue_requests=settings.max_queue_requests,
+        )
         if settings.max_batch_ms is not None:
             scheduler.max_batch_seconds = settings.max_batch_ms / 1000
         dispatcher = Dispatcher(scheduler)

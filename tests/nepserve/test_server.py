@@ -614,6 +614,17 @@ def test_deadlines(model: Path) -> None:
         assert all(b.result().status_code == 200 for b in busy)
 
 
+def test_the_largest_structure_is_told_and_kept_to(model: Path) -> None:
+    with running(models=[str(model)], max_atoms=5) as server:
+        server.ready()
+        assert server.get("/v1/models/main").json()["max_atoms"] == 5
+        assert server.get("/v1/status").json()["limits"]["max_atoms_per_structure"] == 5
+        row = {n: {"symbols": ["Si"] * n, "positions": [[2.4 * i, 0, 0] for i in range(n)]} for n in (5, 6)}
+        assert server.evaluate(structure=row[5]).status_code == 200
+        answer = server.evaluate(structure=row[6])
+        assert (answer.status_code, answer.json()["code"], answer.json()["max_atoms"]) == (413, "too_large", 5)
+
+
 def test_a_full_queue_refuses_quickly(model: Path) -> None:
     with (
         running(models=[str(model)], stand_in={"seconds": 0.3, "tile": 4}, max_queue_requests=4) as server,
