@@ -30,6 +30,3 @@ def load(path: str, *, device: str = "auto", dtype: str = "float32", backend: st
     sound = [symbol for symbol in file.elements if symbol not in options.get("faults", {})]
     options = {"elements": sound, "cutoff": file.cutoff, "temperature": file.temperature, **options}
     return toy.load(json.dumps(options), device=device, dtype=dtype, backend=backend)
-
-
-STAND_IN = f"{Path(__file__).resolve()}:load"

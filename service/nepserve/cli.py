@@ -1,4 +1,4 @@
-"""The command line: ``nepserve serve``, ``predict``, ``ipi``, ``check``, ``env``, ``version``.
+"""The command line: ``nepserve serve``, ``predict``, ``tune``, ``ipi``, ``check``, ``env``, ``version``.
 
 Exit codes: 0 it worked; 1 it did not (an engine that cannot be kept alive, structures that cannot be evaluated, a model
 file that is refused by ``check``); 2 the command, a setting or an input file is wrong; 130 interrupted.
@@ -49,9 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if module not in _SERVER_MODULES:
             raise
         _fail(f"this needs the package {module!r}, which is not installed: pip install 'nepserve[server]'", WRONG)
-    except (ModelFileError, InputFileError) as error:
-        _fail(str(error), WRONG)
-    except ModelError as error:
+    except (InputFileError, ModelError, ModelFileError) as error:
         _fail(str(error), WRONG)
     except (NepError, OSError) as error:
         _fail(str(error), FAILED)
@@ -70,6 +68,7 @@ def build(*, serve_flags: bool = True) -> typer.Typer:
     app.command("serve", help=_SERVE_HELP)(_serve_command() if serve_flags else _serve)
     app.command("predict")(predict)
     app.command("ipi")(ipi)
+    app.command("tune")(tune)
     app.command("check")(check)
     app.command("env")(env)
     app.command("version")(version)
@@ -266,6 +265,24 @@ def ipi(
     except (NepserveError, bridge.ProtocolError) as error:
         _fail(f"stopped, no forces were sent: {error}", FAILED)
     say(f"i-PI is done, {steps} force messages")
+
+
+def tune(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A nep.txt, or a folder with one.")],
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    tune_seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="Budget; left out, everything is measured, which can take minutes.")
+    ] = None,
+) -> None:
+    """Measure every way to evaluate a model on this machine; the server uses what was chosen."""
+    from . import tune as run
+
+    def say(text: str) -> None:
+        print(f"nepserve: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+    seconds = run.EVERYTHING if tune_seconds is None else tune_seconds
+    print(run.tune(model, device=device, dtype=dtype, seconds=seconds, say=say))  # noqa: T201
 
 
 def check(

@@ -29,9 +29,6 @@ _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+-]{0,62}[A-Za-z0-9+])?")
 FOLDER_FILES = ("nep.txt", "nep_best.txt")
 """Files that are looked for where a folder is given as a model."""
 
-MAX_FILE = 1 << 30
-"""Largest model file, bytes."""
-
 
 class ModelNameError(ValueError):
     """A name that no model can have, or that two models want."""
@@ -128,11 +125,10 @@ def read_model(name: str, path: Path) -> Source:
     found = locate(path)
     try:
         with found.open("rb") as file:
-            content = file.read(MAX_FILE + 1)
+            # One byte more, for the reader to find it too large.
+            content = file.read(nep_txt.MAX_BYTES + 1)
     except OSError as error:
         raise ModelFileError(found, None, f"cannot be read: {error.strerror}") from None
-    if len(content) > MAX_FILE:
-        raise ModelFileError(found, None, f"larger than {MAX_FILE >> 20} MiB, which no NEP model is")
     return Source.from_bytes(name, str(found), content)
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
+from .xyz_frames import GPA, MISSING
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -31,12 +33,6 @@ NAMES = ("energy_train.out", "force_train.out", "virial_train.out", "stress_trai
 
 PROPERTIES = ("energy", "forces", "virial")
 """The properties that they need."""
-
-MISSING = -1e6
-"""What stands for a reference that is not known."""
-
-GPA = 160.2177
-"""One eV/Å³ in GPa, to the digits that GPUMD uses."""
 
 # GPUMD takes the lower triangle of a virial that is not symmetric: yx for xy, zy for yz, zx.
 _SIX = (np.array([0, 1, 2, 1, 2, 2]), np.array([0, 1, 2, 0, 1, 0]))

@@ -30,7 +30,8 @@ MAX_DISAGREEMENT = 1e-3
 MAX_WARNINGS = 1000
 """Warnings kept in one :class:`Frames`."""
 
-_GPA = 160.2177
+GPA = 160.2177
+"""One eV/Å³ in GPa, to the digits that GPUMD uses."""
 
 
 class RawFrame(NamedTuple):
@@ -336,7 +337,7 @@ def _virials(headers: Sequence[Header | None], structures: Structures, warnings:
 def _likely(virial: NDArray[np.float64], converted: NDArray[np.float64], margin: float) -> str:
     """What would explain a stress that disagrees, for the reader of the message; nothing is converted by it."""
     explanations = (
-        (-1.0, "with its sign turned round"), (1 / _GPA, "in GPa"), (-1 / _GPA, "in GPa with its sign turned round"),
+        (-1.0, "with its sign turned round"), (1 / GPA, "in GPa"), (-1 / GPA, "in GPa with its sign turned round"),
     )  # fmt: skip
     for factor, text in explanations:
         if np.abs(virial - factor * converted).max() <= margin:
