@@ -48,7 +48,7 @@ class Settings(BaseSettings):
     models: Words = Field((), description="Models to serve, each [name=]PATH of a nep.txt or of a folder with one.")
     default_model: str | None = Field(None, description="Model of requests that name none.")
     model_dir: Path | None = Field(
-        None, description="Folder that models may be loaded from, and uploaded to, while the server runs."
+        None, description="Folder that models may be loaded from, by path, while the server runs."
     )
 
     host: str = Field("127.0.0.1", description="Address to listen on; any but a loopback address asks for a key.")
