@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -91,6 +92,13 @@ def finish(process: subprocess.Popen[str], seconds: float = 120.0) -> tuple[int,
         output, _ = process.communicate()
         raise AssertionError(f"still running after {seconds:g} s:\n{output}") from None
     return process.returncode, output
+
+
+def free_port() -> int:
+    """A port that nobody listens at just now, for servers that must come back at the same one."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def command(*words: object, cwd: Path | None = None) -> subprocess.Popen[str]:

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
 
 import nepcore
-from bridges import SHEARED, command, crystal, finish, serving, start, write_model
+from bridges import SHEARED, command, crystal, finish, free_port, serving, start, write_model
 from cases import TOY_NACL, file
 from locations import MODELS, needs_shared
 from nepcore.files import xyz
@@ -108,12 +108,6 @@ def write_structure(path: Path, structure: Structure) -> Path:
     box = "# CELL(abcABC): 9 9 9 90 90 90"
     path.write_text("\n".join([str(len(rows)), box, *rows, ""]))
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class Host:
