@@ -56,7 +56,7 @@ format: $(TEST_READY) ## Put code and generated tables into the project's format
 	$(RUN)/python docs/settings_table.py --write
 
 bench: $(BENCH_READY) ## Measure what the README states; ARGS go to the scripts.
-	@for script in bench/*.py; do echo "== $$script"; $(RUN)/python $$script $(ARGS) || exit; done
+	@for script in $$(grep -l __main__ bench/*.py); do echo "== $$script"; $(RUN)/python $$script $(ARGS) || exit; done
 
 docs: $(TEST_READY) ## Build the documentation into site/.
 	$(RUN)/mkdocs build --strict --quiet
