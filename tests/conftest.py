@@ -15,6 +15,9 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 for _name in [name for name in os.environ if name.startswith("NEPSERVE_") and name != "NEPSERVE_REFERENCE_DATA"]:
     del os.environ[_name]
+# Choices of backends that were measured on this machine are none of the tests' business.
+os.environ["NEPSERVE_CACHE_DIR"] = ""
+os.environ["NEPSERVE_TUNE_SECONDS"] = "0"
 # Every process that a test starts inherits it, also those whose parent is gone.
 _MARK = "PYTEST_PROCESSES_OF"
 os.environ[_MARK] = uuid.uuid4().hex

@@ -38,8 +38,9 @@ class Calculator:
         model: What the file says.
         device: Where it computes, such as ``cpu`` or ``cuda:0``.
         dtype: ``float32`` or ``float64``.
-        choice: How the backend came to be the one, JSON-able: ``how`` (``asked``, ``measured``, ``cached``, ``rule``),
-            ``backend`` and, where backends were measured, ``choice`` by size class and the table ``rows``.
+        choice: How the backend came to be the one, JSON-able: ``how`` (``asked``, ``rule``, ``measured``, ``cached``,
+            ``unmeasured``), ``backend`` and, where backends were measured, ``choice`` by size class and the table
+            ``rows``.
     """
 
     def __init__(self, model: NepFile, resolved: Resolved, device: str, dtype: str, memory: float) -> None:
@@ -89,7 +90,8 @@ class Calculator:
             seconds: Budget; one candidate that began may take longer.
             again: Measure although the choice is known.
         """
-        if seconds <= 0.0 or self._resolved.how in ({"asked"} if again else {"asked", "cached", "measured"}):
+        fresh = {"unmeasured", "measured", "cached"} if again else {"unmeasured"}
+        if seconds <= 0.0 or self._resolved.how not in fresh:
             return
         self._resolved = yield from resolve.tune(
             self._resolved, self.model, torch.device(self.device), self.dtype, self._memory, seconds

@@ -26,7 +26,7 @@ PREFIX = "NEPSERVE_"
 # Variables that Kubernetes sets in every pod beside a Service called "nepserve"; they are no settings of ours.
 _SERVICE_LINK_SUFFIXES = ("_SERVICE_HOST", "_SERVICE_PORT", "_TCP", "_TCP_ADDR", "_TCP_PORT", "_TCP_PROTO", "_UDP")
 
-_NOT_OF_SERVE = frozenset({"config", "api_key", "url"})
+_NOT_OF_SERVE = frozenset({"config", "api_key", "url", "cache_dir"})
 """Endings of variables that other parts of the program read."""
 
 Words = Annotated[tuple[str, ...], NoDecode]
@@ -59,7 +59,12 @@ class Settings(BaseSettings):
     dtype: Words = Field(
         ("float32",), description="float32 or float64; name=float64 for one model, may be given several times."
     )
-    backend: str = Field("auto", description="How the physics is computed: auto, or the name of one backend.")
+    backend: str = Field("auto", description="How the physics is computed: auto (measured), rule, or a backend.")
+    tune_seconds: float | None = Field(
+        None,
+        ge=0,
+        description="Seconds to measure backends at the first start; left out, 180 on a GPU and 30 on a CPU.",
+    )
     threads: int | None = Field(None, ge=1, description="Threads of the engine on a CPU; left out, one a core.")
 
     max_body_mb: float = Field(256.0, gt=0, description="Largest request body, after decompression.")

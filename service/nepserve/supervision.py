@@ -36,6 +36,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 20.0
 CPU_BATCH, GPU_BATCH = 0.1, 0.02
 """Seconds that a batch may take where the settings do not say."""
 
+_TUNE_SECONDS = "NEPSERVE_TUNE_SECONDS"
+
 HEARTBEAT = 2.0
 """Seconds between two looks at the engine."""
 
@@ -201,6 +203,7 @@ class Supervisor:
             threads=settings.threads,
             log_level=settings.log_level.upper(),
             hang_seconds=settings.engine_timeout,
+            environment={} if settings.tune_seconds is None else {_TUNE_SECONDS: f"{settings.tune_seconds:g}"},
         )
         try:
             await link.start()

@@ -44,7 +44,8 @@ class Resolved:
 
     Attributes:
         backend: Ready to evaluate.
-        how: ``asked``, ``measured`` (now), ``cached`` (measured at another start) or ``rule``.
+        how: ``asked``, ``rule`` (asked for), ``measured`` (now), ``cached`` (measured at another start), or
+            ``unmeasured``, where the rule stands in.
         report: What was measured, as of :class:`nepcore.backends.measure.Report`; empty where nothing was.
     """
 
@@ -73,9 +74,10 @@ def resolve(name: str, model: NepFile, device: torch.device, dtype: str, memory:
         if report is not None and (found := of_report(report, model, device, dtype, memory, "cached")) is not None:
             return found
         if device.type == "cpu" and candidates.is_compiled(model, dtype):
-            return Resolved(candidates.make(candidates.FUSED_CPU, model, device, dtype, memory), "rule")
+            return Resolved(candidates.make(candidates.FUSED_CPU, model, device, dtype, memory), "unmeasured")
     chosen = by_rule(device.type, len(model.elements))
-    return Resolved(candidates.make(chosen, model, device, dtype, memory), "rule")
+    how = "rule" if name == "rule" else "unmeasured"
+    return Resolved(candidates.make(chosen, model, device, dtype, memory), how)
 
 
 def tune(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from .evaluation import Calculator
 
 logger = logging.getLogger("nepserve.engine")
+
+TUNE_SECONDS = "NEPSERVE_TUNE_SECONDS"
+"""Variable of the engine that says how long backends may be measured."""
 
 _TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 """How far a known answer may be off, × max(1, largest value): sums on a GPU are not taken in one order."""
@@ -120,6 +124,8 @@ def load(
         raise _load_failure(error, path) from error
     _use_threads(threads)
     seconds = time.perf_counter() - started
+    if (tune := getattr(calculator, "tune", None)) is not None:
+        yield from tune(_tune_seconds(calculator.device))
     limit = Limit()
     warmup = []
     blocks = _warmup_blocks(calculator.model)
@@ -158,6 +164,12 @@ def load(
         # How the backend was chosen, and the timings of those that were not.
         info["choice"] = choice
     return Served(name, calculator, limit, known, info)
+
+
+def _tune_seconds(device: str) -> float:
+    """Budget for measuring backends."""
+    said = os.environ.get(TUNE_SECONDS)
+    return float(said) if said else 180.0 if device.startswith("cuda") else 30.0
 
 
 def _load_failure(error: Exception, path: str) -> Exception:

@@ -174,7 +174,7 @@ def test_a_calculator_tunes_itself_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measure, "representative", lambda *_: BATCHES)
     monkeypatch.setattr(resolve, "by_rule", lambda *_, **__: "density")
     tuned = Calculator.of(MODEL, device="cpu")
-    assert tuned.choice["how"] == "rule"
+    assert tuned.choice["how"] == "unmeasured"
     said = list(tuned.tune(1e6))
     assert said[0]["stage"] == "tune"
     assert tuned.choice["how"] == "measured"
@@ -184,8 +184,9 @@ def test_a_calculator_tunes_itself_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert again.choice["choice"] == tuned.choice["choice"]
     assert list(again.tune(1e6)) == []
     assert list(again.tune(1e6, again=True)) != []
-    asked = Calculator.of(MODEL, device="cpu", backend="density")
-    assert list(asked.tune(1e6)) == []
+    for name in ("density", "rule"):
+        asked = Calculator.of(MODEL, device="cpu", backend=name)
+        assert list(asked.tune(1e6, again=True)) == []
 
 
 def test_measuring_that_fails_leaves_the_rule(
@@ -198,6 +199,6 @@ def test_measuring_that_fails_leaves_the_rule(
     calculator = Calculator.of(MODEL, device="cpu")
     with caplog.at_level(logging.WARNING, logger="nepcore"):
         list(calculator.tune(10.0))
-    assert calculator.choice == {"how": "rule", "backend": "loop"}
+    assert calculator.choice == {"how": "unmeasured", "backend": "loop"}
     assert "no batches today" in caplog.text
     assert choices.read(choices.key_of(MODEL, CPU, "float32")) is None

@@ -91,9 +91,9 @@ def test_what_was_measured_is_remembered_and_shared_by_fine_tunes() -> None:
         }
     ]
     assert Calculator.of(tuned, device="cpu", backend="rule").choice["how"] == "rule"
-    assert Calculator.of(tuned, device="cpu", dtype="float64").choice["how"] == "rule"
+    assert Calculator.of(tuned, device="cpu", dtype="float64").choice["how"] == "unmeasured"
     other = synthetic.make_model(MODEL.elements, n_max=(3, 2), basis_size=(3, 3), l_max=2, hidden=(5,), seed=2)
-    assert Calculator.of(other, device="cpu").choice["how"] == "rule"
+    assert Calculator.of(other, device="cpu").choice["how"] == "unmeasured"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_poisoned_cache_does_not_stop_a_start(
     path.write_bytes(poison if isinstance(poison, bytes) else json.dumps(data).encode())
     with caplog.at_level(logging.WARNING, logger="nepcore"):
         calculator = Calculator.of(MODEL, device="cpu", backend="auto")
-    assert calculator.choice["how"] == "rule"
+    assert calculator.choice["how"] == "unmeasured"
     assert len(caplog.records) == (0 if poison == "half a choice" else 1)
     assert np.isfinite(calculator.evaluate(crystals.random_structure(1, MODEL.elements))["energy"]).all()
 
