@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
-mm = pytest.importorskip("openmm", reason="the package openmm is not installed")
+pytest.importorskip("openmm", reason="the package openmm is not installed")
+
+import openmm as mm
 
 import nepcore
 from bridges import SHEARED, crystal, free_port, serving, write_model
