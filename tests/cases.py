@@ -47,6 +47,11 @@ def forces(text: str) -> np.ndarray:
     return np.array(rows, dtype=float)
 
 
+def six(tensor: np.ndarray) -> np.ndarray:
+    """Components of a symmetric tensor (3, 3) in the order of the rows: xx yy zz yz xz xy."""
+    return tensor[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
+
+
 def virial(text: str) -> np.ndarray:
     """The virial row, xx yy zz yz xz xy, eV."""
     found = re.search(r"virial W[^|]*\|([^|]*)\|", text)

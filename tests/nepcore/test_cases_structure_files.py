@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import cases
 import nepcore
-from locations import CASES, needs_shared
+from cases import SI2
+from cases import file as case
+from locations import needs_shared
 from nepcore.errors import InputFileError
 from nepcore.files import gpumd_out, xyz
 from nepserve.predict import PredictResult, predict
@@ -21,18 +24,11 @@ if TYPE_CHECKING:
 
 pytestmark = needs_shared
 
-SI2 = -0.77743170
-"""Energy of the Si2 cell of case 14, eV."""
-
 
 @pytest.fixture(scope="module")
 def calculator() -> Any:
     pytest.importorskip("torch")
-    return nepcore.load(CASES / "models" / "toy-si.nep.txt", device="cpu", dtype="float64")
-
-
-def case(number: int, name: str) -> Path:
-    return CASES / f"case-{number:03d}" / name
+    return nepcore.load(cases.TOY_SI, device="cpu", dtype="float64")
 
 
 def refused(path: Path) -> InputFileError:
@@ -68,7 +64,7 @@ def test_014_spellings_of_the_comment_line(calculator: Any, letter: str) -> None
     assert xyz.read(path).structures.pbc.tolist() == [[True] * 3]
     result = evaluated(calculator, path)
     assert result["energy"][0] == pytest.approx(SI2, abs=1e-8)
-    six = result["virial"][0][[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
+    six = cases.six(result["virial"][0])
     np.testing.assert_allclose(six, [3.4275620, 3.5325939, 3.4123398, 0.0483279, 0.0243924, -0.0535405], atol=1e-6)
     np.testing.assert_allclose(result["forces"][0], [0.15712530, -0.03469096, -0.16708605], atol=1e-7)
     np.testing.assert_allclose(
@@ -117,7 +113,7 @@ def test_019_no_lattice(calculator: Any, name: str, tmp_path: Path) -> None:
     path = case(19, name)
     result = evaluated(calculator, path)
     assert result["energy"][0] == pytest.approx(-3.17537941, abs=1e-8)
-    six = result["virial"][0][[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
+    six = cases.six(result["virial"][0])
     np.testing.assert_allclose(six, [-0.1209146, -0.0009143, -0.0002286, 0.0004571, 0.0052572, -0.0105143], atol=1e-6)
     np.testing.assert_allclose(result["forces"][0], [0.05257155, 0.00457144, -0.00228572], atol=1e-7)
     predicted(calculator, path, tmp_path)

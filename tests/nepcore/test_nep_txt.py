@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from locations import CASES, MODELS, needs_shared
+from model_texts import FLEXIBLE, SI, SMALL, TWO, text_of
 from nepcore.errors import ModelFileError
 from nepcore.files import nep_layout, nep_txt
 from nepcore.synthetic import make_model
@@ -23,18 +24,6 @@ from nepcore.synthetic import make_model
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-
-SMALL = {"cutoff": (5.0, 4.0), "n_max": (2, 1), "basis_size": (3, 2), "l_max": 2, "hidden": (3,)}
-
-
-def text_of(*elements: str, **changes: object) -> str:
-    return nep_txt.dumps(make_model(elements or ("Si",), **{**SMALL, **changes}))
-
-
-SI = text_of("Si")
-TWO = text_of("Te", "Pb")
-FLEXIBLE = text_of("Al", "Cu", "O", zbl="flexible")
 
 
 def edited(text: str, line: int, new: str | None) -> str:

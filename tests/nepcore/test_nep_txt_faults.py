@@ -13,23 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from locations import MODELS, needs_shared
+from model_texts import FLEXIBLE, SI, text_of
 from nepcore.errors import ModelFileError
 from nepcore.files import nep_txt
-from nepcore.synthetic import make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SMALL = {"cutoff": (5.0, 4.0), "n_max": (2, 1), "basis_size": (3, 2), "l_max": 2, "hidden": (3,)}
-
-
-def text_of(*elements: str, **changes: object) -> str:
-    return nep_txt.dumps(make_model(elements or ("Si",), **{**SMALL, **changes}))
-
-
-SI = text_of("Si")
-TWO = text_of("Te", "Pb")
-FLEXIBLE = text_of("Al", "Cu", "O", zbl="flexible")
 HEADER = SI.splitlines()[:6]
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from model_texts import FLEXIBLE, SI, TWO, text_of
 from nepcore.errors import ModelFileError
 from nepcore.files import nep_layout, nep_txt
 from nepcore.synthetic import make_model
@@ -16,16 +17,6 @@ from nepcore.synthetic import make_model
 if TYPE_CHECKING:
     import random
 
-SMALL = {"cutoff": (5.0, 4.0), "n_max": (2, 1), "basis_size": (3, 2), "l_max": 2, "hidden": (3,)}
-
-
-def text_of(*elements: str, **changes: object) -> str:
-    return nep_txt.dumps(make_model(elements or ("Si",), **{**SMALL, **changes}))
-
-
-SI = text_of("Si")
-TWO = text_of("Te", "Pb")
-FLEXIBLE = text_of("Al", "Cu", "O", zbl="flexible")
 HEADER = """nep4 1 Si
 cutoff 6.0 4.0 251 80
 n_max 0 0
