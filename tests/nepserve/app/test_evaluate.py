@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from nepcore.errors import StructureError
 from nepcore.structures import Structure, Structures
 from nepserve.wire import msgpack_format
+from nepserve.wire.request import WireError
 
 
 def test_one_structure(server: Any, silicon: Any) -> None:
@@ -382,3 +384,16 @@ def test_json_has_no_bare_nan(server: Any, silicon: Any) -> None:
     far = {**silicon, "positions": [[0, 0, 0], [1e8, 1, 1]]}
     text = server.evaluate(structures=[far, {"symbols": ["U"], "positions": [[0, 0, 0]]}]).text
     json.loads(text, parse_constant=lambda word: pytest.fail(f"found {word}"))
+
+
+def test_refused_bodies_are_let_go_at_once(server: Any) -> None:
+    server.evaluate(structure=1)
+    gc.collect()
+    gc.disable()
+    try:
+        for body in ({"structure": 1}, {"model": "nobody", "structure": {}}, {"structures": 2}):
+            assert server.evaluate(**body).status_code >= 400
+        # An error that is kept, by a cycle through its own traceback, keeps the frames and the body with it.
+        assert [error for error in gc.get_objects() if isinstance(error, WireError)] == []
+    finally:
+        gc.enable()
