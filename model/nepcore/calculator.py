@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .backends import resolve
+from .backends.graphs import GraphBlock
 from .errors import ModelError, StructureError
 from .files import nep_txt
 from .potential import DTYPES
@@ -79,6 +80,13 @@ class Calculator:
     def choice(self) -> dict[str, Any]:
         """How the backend came to be the one; see the class."""
         return {"how": self._resolved.how, "backend": self.backend, **self._resolved.report}
+
+    @property
+    def graphs(self) -> dict[str, dict[str, Any]]:
+        """Graphs that are held and the memory they take, by backend; empty where none are captured."""
+        backend = self._resolved.backend
+        blocks = {b.name: getattr(b, "block", None) for b in getattr(backend, "backends", {"": backend}).values()}
+        return {name: block.report() for name, block in blocks.items() if isinstance(block, GraphBlock)}
 
     def tune(self, seconds: float, *, again: bool = False) -> Generator[dict[str, Any], None, None]:
         """Measure which backend is the fastest for this model here, use it from now on, and keep the choice on disk.

@@ -13,7 +13,8 @@ from nepcore.potential import DTYPES, NEP
 
 from .compiled import CompiledBlock
 from .forms import FORMS
-from .pairwise import EagerBlock, PairwiseBackend
+from .graphs import GraphBlock
+from .pairwise import Block, EagerBlock, PairwiseBackend
 from .rows import Shape
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ COMPILE_SECONDS = {"cpu": 120.0, "cuda": 60.0}
 
 FUSED_CPU_SECONDS = 25.0
 """What numba takes to compile one, about, where it has not yet been."""
+
+GRAPHS = "+graphs"
+"""Ending of the names of forms whose small blocks are replayed as graphs."""
 
 LOOP_TYPES = 8
 """Most types for which the loop over pairs of types is compiled: its code grows with them."""
@@ -70,9 +74,14 @@ def register(candidate: Candidate) -> None:
 
 def every() -> tuple[Candidate, ...]:
     """All candidates: those made from :data:`nepcore.backends.forms.FORMS`, and those registered."""
-    eager = [_of_form(name) for name in FORMS]
-    compiled = [_compiled(name) for name in FORMS]
-    return (*eager, *_REGISTERED.values(), *compiled)
+    captured = [form for form in FORMS if form != "loop"]  # the loop has to wait for the device
+    return (
+        *(_of_form(form) for form in FORMS),
+        *_REGISTERED.values(),
+        *(_of_form(form, graphs=True) for form in captured),
+        *(_of_form(form, compiled=True) for form in reversed(FORMS)),
+        *(_of_form(form, compiled=True, graphs=True) for form in reversed(captured)),
+    )
 
 
 def names() -> tuple[str, ...]:
@@ -104,29 +113,28 @@ def make(name: str, model: NepFile, device: torch.device, dtype: str, memory: fl
     return candidate.make(model, device, dtype, memory)
 
 
-def _of_form(name: str) -> Candidate:
-    def build(model: NepFile, device: torch.device, dtype: str, memory: float) -> Backend:
-        potential = NEP(model, DTYPES[dtype]).to(device)
-        block = EagerBlock(Shape.of(potential), FORMS[name])
-        return PairwiseBackend(name, potential, model.admission, block, memory)
-
-    return Candidate(name, build)
-
-
-def _compiled(form: str) -> Candidate:
-    name = form + COMPILED
+def _of_form(form: str, *, compiled: bool = False, graphs: bool = False) -> Candidate:
+    name = form + (COMPILED if compiled else "") + (GRAPHS if graphs else "")
 
     def build(model: NepFile, device: torch.device, dtype: str, memory: float) -> Backend:
         potential = NEP(model, DTYPES[dtype]).to(device)
-        block = CompiledBlock(Shape.of(potential), FORMS[form], device)
+        shape = Shape.of(potential)
+        block: Block = CompiledBlock(shape, FORMS[form], device) if compiled else EagerBlock(shape, FORMS[form])
+        if graphs:
+            block = GraphBlock(block, memory)
         return PairwiseBackend(name, potential, model.admission, block, memory)
 
     def unfit(model: NepFile, device: torch.device) -> str:
-        del device
-        many = form == "loop" and len(model.elements) > LOOP_TYPES
+        if graphs and device.type != "cuda":
+            return f"graphs are captured on a GPU, not on {device}"
+        many = compiled and form == "loop" and len(model.elements) > LOOP_TYPES
         return f"the loop is compiled for up to {LOOP_TYPES} types, not {len(model.elements)}" if many else ""
 
-    return Candidate(name, build, unfit, lambda _model, device, _dtype: COMPILE_SECONDS.get(device.type, 60.0), 1)
+    def preparation(model: NepFile, device: torch.device, dtype: str) -> float:
+        del model, dtype
+        return COMPILE_SECONDS.get(device.type, 60.0) if compiled else 0.0
+
+    return Candidate(name, build, unfit, preparation, 2 * compiled + graphs)
 
 
 def _fused_cpu() -> Candidate:

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from nepcore.structures import Structures
 
 
+_MOST_PRESENTS = 16
+"""Sets of types whose tables are kept."""
+
+
 class Block(Protocol):
     """What evaluates dense blocks of atoms."""
 
@@ -88,6 +92,7 @@ class PairwiseBackend:
         self._admission = admission
         self.block = block
         self._memory = memory
+        self._presents: dict[tuple[int, ...], _Present] = {}
 
     @torch.no_grad()
     def run(self, structures: Structures, properties: frozenset[str]) -> Generator[int, None, Predictions]:
@@ -123,7 +128,12 @@ class PairwiseBackend:
     def _present(self, structures: Structures) -> _Present:
         occurring = np.unique(self._types[structures.numbers])
         types = self.block.types(occurring, len(self.potential.elements))
-        return _Present.of(self.potential, torch.from_numpy(types).to(self.device))
+        key = tuple(types.tolist())
+        if key not in self._presents:
+            if len(self._presents) >= _MOST_PRESENTS:
+                del self._presents[next(iter(self._presents))]
+            self._presents[key] = _Present.of(self.potential, torch.from_numpy(types).to(self.device))
+        return self._presents[key]
 
     def _pair_budget(self, n_types: int) -> int:
         """Pairs that may be held at a time."""
