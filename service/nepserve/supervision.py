@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nepcore.errors import ModelError, ModelFileError
 
 from .engine import EngineDown, EngineError, EngineLink
+from .models import ModelNameError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -158,15 +159,22 @@ class Supervisor:
 
         Raises:
             ModelFileError, ModelError: The model cannot be served; nothing has changed.
+            ModelNameError: Its name has become an alias meanwhile; nothing has changed.
             EngineDown: There is no engine at present.
         """
         async with self._loading:
             version = self.registry.new_version(source, dtype)
-            if self._link is None or self._reason is not None:
+            link = self._link
+            if link is None or self._reason is not None:
                 raise EngineDown(self._reason or "the engine is starting")
-            await self._load(self._link, version)
+            await self._load(link, version)
+            try:
+                self._announce(version)
+            except ModelNameError:
+                with contextlib.suppress(EngineDown, ModelError):
+                    await link.unload(version.key)
+                raise
             self._versions[version.key] = version
-            self._announce(version)
             return version
 
     async def unserve(self, name: str) -> None:
