@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .elements import NUMBERS
+from .files.nep_layout import SWITCHES
 from .physics import zbl
-from .physics.invariants import SWITCHES
 
 if TYPE_CHECKING:
     from .files.nep_txt import NepFile

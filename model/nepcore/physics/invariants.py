@@ -7,16 +7,12 @@ four factors, written here as tables of monomials; gradients follow from the sam
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import harmonics
-
-SWITCHES: tuple[str, ...] = ("q222", "q1111", "q112", "q123", "q233", "q134")
-"""Higher invariants in the order of the file's ``l_max`` line and of the descriptor."""
 
 Monomial = tuple[float, tuple[int, ...]]
 
@@ -167,7 +163,8 @@ def invariants(
     Args:
         s: (l_max (l_max + 2), ...) sums over neighbours.
         l_max: Highest degree.
-        switches: Higher invariants that are on, in the order of :data:`SWITCHES`.
+        switches: Higher invariants that are on, in the order of
+            :data:`nepcore.files.nep_layout.SWITCHES`.
         by_tables: :func:`tables` of them: few operations, where each costs a launch, or time to compile. Left out,
             the polynomials are written out: the order in which a sum is taken may depend on the number of atoms.
 
@@ -220,20 +217,3 @@ def gradient(
         for b, terms in _gradient_terms(name, l_max):
             out[b] = out[b] + f * _polynomial(s, terms)
     return torch.stack(out)
-
-
-def legendre_check(l_max: int) -> float:
-    """Largest deviation of Σ_b C_b Y_b(u) Y_b(v) from (2l+1)/(4π) P_l(u·v) over fixed vectors; for tests."""
-    axis = torch.tensor([-0.9, -0.3, 0.2, 0.7], dtype=torch.float64)
-    vectors = torch.tensor(list(product(axis.tolist(), repeat=3)), dtype=torch.float64)
-    unit = (vectors / vectors.norm(dim=1, keepdim=True)).T
-    y = harmonics.harmonics(unit, l_max)
-    c = torch.tensor(harmonics.weights(l_max), dtype=torch.float64)
-    cosine = unit.T @ unit
-    worst = 0.0
-    for l in range(1, l_max + 1):
-        block = slice(l * l - 1, (l + 1) ** 2 - 1)
-        found = torch.einsum("b,bi,bj->ij", c[block], y[block], y[block])
-        wanted = (2 * l + 1) / (4 * torch.pi) * torch.special.legendre_polynomial_p(cosine, l)
-        worst = max(worst, float((found - wanted).abs().max()))
-    return worst

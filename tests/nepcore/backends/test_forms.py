@@ -12,7 +12,8 @@ from nepcore.backends import forms, mulsum, pairwise
 from nepcore.backends.rows import Rows, Shape, Tables, evaluate
 from nepcore.calculator import Calculator
 from nepcore.elements import SYMBOLS
-from nepcore.physics import invariants, products
+from nepcore.files.nep_layout import SWITCHES
+from nepcore.physics import products
 from nepcore.potential import NEP
 from nepcore.structures import PROPERTIES
 
@@ -79,7 +80,7 @@ def test_parameter_gradients_agree(n_types: int, form: str) -> None:
 def test_the_matrix_products_of_gpus_are_right(
     n_types: int, form: str, hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of(n_types, hidden=hidden, switches=invariants.SWITCHES[: 6 if n_types == 3 else 2], l_max=4)
+    model = model_of(n_types, hidden=hidden, switches=SWITCHES[: 6 if n_types == 3 else 2], l_max=4)
     items = [crystals.random_structure(k, model.elements, n=9, pbc=p) for k, p in enumerate(crystals.PERIODICITIES)]
     wanted = Calculator.of(model, device="cpu", dtype="float64", backend="loop").evaluate(items, PROPERTIES)
     monkeypatch.setattr(products, "on_gpu", lambda _: True)
