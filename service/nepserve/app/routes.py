@@ -63,7 +63,10 @@ async def models(service: Here) -> Response:
     return JSONResponse(content)
 
 
-@router.get("/v1/models/{name}", tags=["models"], summary="One model", response_model=schemas.Model)
+@router.get(
+    "/v1/models/{name}", tags=["models"], summary="One model", response_model=schemas.Model,
+    responses={404: {"model": schemas.Problem}},
+)  # fmt: skip
 async def model(name: str, service: Here) -> Response:
     """A model by its name or an alias."""
     return JSONResponse(describe(service, service.registry.get(name)))
