@@ -18,7 +18,7 @@ from checkout import PAGES, ROOT, blocks, read
 from nepcore.files import nep_txt
 from nepcore.structures import PROPERTIES
 from nepcore.synthetic import make_model
-from nepserve.settings import FIELDS, flag_of
+from nepserve.settings import _NOT_OF_SERVE, FIELDS, flag_of
 from servers import running
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def test_flags_that_pages_name_exist() -> None:
         assert set(re.findall(r"--[a-z][a-z-]+", text)) <= known, name
     for name in PAGES:
         for variable in re.findall(r"NEPSERVE_([A-Z_]+)\b(?!=tcp)", name.read_text(encoding="utf-8")):
-            assert variable.lower() in {*FIELDS, "config", "api_key", "url"}, (name.name, variable)
+            assert variable.lower() in {*FIELDS, *_NOT_OF_SERVE}, (name.name, variable)
 
 
 def test_every_property_is_specified() -> None:

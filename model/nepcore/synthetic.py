@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 DEMO_NAME = "demo-synthetic"
 """Name under which the demonstration model is served."""
 
-DEMO_DESCRIPTION = (
-    "Synthetic demonstration model: random parameters, physically meaningless. It shows the interface, not a material."
-)
-
 DENSITY = 0.07
 """Atoms per Å³ of the condensed matter that models are scaled for, between silicon and copper."""
 
@@ -162,7 +158,7 @@ def make_model(
 
 
 def demo_model() -> nep_txt.NepFile:
-    """The tiny model that is served where none is given; see :data:`DEMO_NAME` and :data:`DEMO_DESCRIPTION`."""
+    """The tiny model that is served where none is given; see :data:`DEMO_NAME`."""
     return make_model(
         ("H", "C", "N", "O", "Al", "Si", "Cu"), zbl="universal", n_max=(4, 3), basis_size=(4, 4), hidden=(10,), seed=7
     )

@@ -26,7 +26,7 @@ PREFIX = "NEPSERVE_"
 # Variables that Kubernetes sets in every pod beside a Service called "nepserve"; they are no settings of ours.
 _SERVICE_LINK_SUFFIXES = ("_SERVICE_HOST", "_SERVICE_PORT", "_TCP", "_TCP_ADDR", "_TCP_PORT", "_TCP_PROTO", "_UDP")
 
-_NOT_OF_SERVE = frozenset({"config", "api_key", "url", "cache_dir"})
+_NOT_OF_SERVE = frozenset({"config", "api_key", "cache_dir"})
 """Endings of variables that other parts of the program read."""
 
 Words = Annotated[tuple[str, ...], NoDecode]
