@@ -18,6 +18,8 @@ ARGS ?=
 # Of `make test`: what else pytest is told, such as TESTS="tests/nepcore -k zbl".
 TESTS ?=
 WORKERS ?= 2
+# What is installed for tests and checks; with `bridges` also the programs that nepserve is a force engine of.
+TEST_EXTRAS ?= test,docs
 
 RUN := $(VENV)/bin
 PIP = $(RUN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
@@ -86,7 +88,7 @@ $(SERVE_READY): pyproject.toml
 	@touch $@
 
 $(TEST_READY): $(SERVE_READY)
-	$(PIP) --editable '.[test,docs]'
+	$(PIP) --editable '.[$(TEST_EXTRAS)]'
 	@touch $@
 
 $(BENCH_READY): $(SERVE_READY) $(wildcard bench/requirements.txt)
