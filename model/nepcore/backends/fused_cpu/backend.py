@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from nepcore.elements import NUMBERS
+from nepcore.structures import PROPERTIES, Structures
 
 from . import neighbors, site
 from .compiled import functions
@@ -18,11 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from nepcore.files.nep_txt import NepFile
-    from nepcore.structures import Predictions, Structures
+    from nepcore.structures import Predictions
 
     from .kernels import Results, Wanted
     from .neighbors import Found
     from .site import Site
+
+
+_log = logging.getLogger("nepcore")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +60,7 @@ class FusedCPU:
         self.dtype = dtype
         self.threads = max(1, cores() if threads is None else threads)
         self.types = model.admission.types
+        self._number = NUMBERS[model.elements[0]]
         self.widths = widths(model.n_max_angular + 1, dtype)
         self.model = pack(model, dtype, self.widths)
         self.functions = functions()
@@ -63,6 +72,19 @@ class FusedCPU:
         self._neighbor = np.zeros(0, np.int32)
         self._gradient: Any = np.zeros(0, dtype)
         self._edge: Any = np.zeros(0, dtype)
+
+    def warm_up(self) -> None:
+        """Compile what is not compiled yet (seconds, or well under one where the disk has it), and try it."""
+        pair = Structures.from_arrays([2], [self._number, self._number], [[0.0, 0.0, 0.0], [0.0, 0.0, 2.5]],
+                                      temperatures=[300.0])  # fmt: skip
+        try:
+            for _ in self.run(pair, frozenset(PROPERTIES)):
+                pass
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            _log.warning("compiled code cannot be kept on disk (%s); each start compiles anew", error)
+            self.functions = functions(cached=False)
+            for _ in self.run(pair, frozenset(PROPERTIES)):
+                pass
 
     def run(self, structures: Structures, properties: frozenset[str]) -> Generator[int, None, Predictions]:
         """Evaluate structures that the model's admission let in; see :class:`nepcore.backends.protocol.Backend`."""

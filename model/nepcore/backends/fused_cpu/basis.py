@@ -6,10 +6,13 @@ Rows of ``geo`` (``stride`` numbers each): 0–2 unit vector, 3 distance, 4 its 
 from __future__ import annotations
 
 from math import factorial, pi
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .inner import inner
-from .simd import Width, fma, load, root, spread, store, where_less, zeros
+from .simd import fma, load, root, spread, store, where_less, zeros
+
+if TYPE_CHECKING:
+    from .vec import Width
 
 # sin(πy) = y Σ S_k y²ᵏ and cos(πy) = Σ C_k y²ᵏ for |y| ≤ 1/2, to 1e-17.
 _SIN = tuple((-1) ** k * pi ** (2 * k + 1) / factorial(2 * k + 1) for k in range(12))

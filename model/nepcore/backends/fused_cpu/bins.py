@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .inner import inner
+
 if TYPE_CHECKING:
     from types import SimpleNamespace
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import llvmlite
 import numba
-from numba.core import config
+from llvmlite import binding
 
 from . import bins as binning
 from . import kernels, plan
+from .vec import config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,16 +49,24 @@ def functions(*, cached: bool = True) -> SimpleNamespace:
 
 def _with_cache() -> SimpleNamespace:
     before = config.CACHE_DIR
-    for directory in _directories():
-        try:
-            config.CACHE_DIR = str(directory)
-            return _build(_stamp(), True)
-        except RuntimeError:  # not writable
-            continue
-        finally:
-            config.CACHE_DIR = before
+    try:
+        for directory in _directories():
+            if _writable(directory):
+                config.CACHE_DIR = str(directory)
+                return _build(_stamp(), True)
+    finally:
+        config.CACHE_DIR = before
     _log.warning("no directory for compiled code can be written (set NUMBA_CACHE_DIR); each start compiles anew")
     return _build(_stamp(), False)
+
+
+def _writable(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError:
+        return False
+    return True
 
 
 def _directories() -> Iterator[Path]:
@@ -83,7 +91,7 @@ def _directories() -> Iterator[Path]:
 
 def _stamp() -> int:
     """A number that changes with the sources of this package and with the compiler."""
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    digest = hashlib.sha256(f"{numba.__version__} {binding.llvm_version_info}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return int.from_bytes(digest.digest()[:7], "big")

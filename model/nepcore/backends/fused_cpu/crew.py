@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_Job = tuple["Callable[[int], None]", int, "SimpleQueue[BaseException | None]"]
+    Job = tuple[Callable[[int], object], int, SimpleQueue[BaseException | None]]
 
 
 def cores() -> int:
@@ -25,10 +25,11 @@ class Crew:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._jobs: SimpleQueue[Job] = SimpleQueue()
+        self._started = 0
+        self._process = os.getpid()
 
-    def share(self, work: Callable[[int], None], hands: int) -> None:
+    def share(self, work: Callable[[int], object], hands: int) -> None:
         """Call ``work(0)`` here and ``work(1)`` … ``work(hands − 1)`` elsewhere, at the same time.
 
         ``work`` must release the interpreter lock to gain anything, and must tolerate that one call does it all.
@@ -37,11 +38,11 @@ class Crew:
             BaseException: The first that a call raised, when all have ended.
         """
         others = min(hands, self.size) - 1
+        if others < 1:
+            work(0)
+            return
+        self._start(others)
         done: SimpleQueue[BaseException | None] = SimpleQueue()
-        while len(self._threads) < others:
-            thread = threading.Thread(target=_serve, args=(self._jobs,), name="nepcore-cpu", daemon=True)
-            self._threads.append(thread)
-            thread.start()
         for k in range(others):
             self._jobs.put((work, k + 1, done))
         failure: BaseException | None = None
@@ -49,13 +50,26 @@ class Crew:
             work(0)
         except BaseException as error:
             failure = error
-        for _ in range(others):
-            failure = done.get() or failure
+        # An interrupt must not leave the others writing into arrays that are used again.
+        while others:
+            try:
+                failure = done.get() or failure
+                others -= 1
+            except KeyboardInterrupt as error:  # noqa: PERF203
+                failure = error
         if failure is not None:
             raise failure
 
+    def _start(self, others: int) -> None:
+        if self._process != os.getpid():
+            # Threads do not survive a fork; whoever forks gets new ones.
+            self._process, self._started, self._jobs = os.getpid(), 0, SimpleQueue()
+        while self._started < others:
+            threading.Thread(target=_serve, args=(self._jobs,), name="nepcore-cpu", daemon=True).start()
+            self._started += 1
 
-def _serve(jobs: SimpleQueue[_Job]) -> None:
+
+def _serve(jobs: SimpleQueue[Job]) -> None:
     while True:
         work, index, done = jobs.get()
         try:

@@ -11,11 +11,14 @@ from math import factorial, gcd, lcm, pi
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from .inner import inner
-from .simd import Width, fma, load, spread, store, zeros
+from .simd import fma, load, spread, store, zeros
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from .vec import Width
 
 L_LIMIT = 8
 

@@ -5,15 +5,22 @@ Each of them may be called by several threads at once; they share the work throu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from .bins import Bins
+
+from .edges import gather, up
+from .gradients import site_virial
 from .inner import inner
-from .model import Model, Widths
-from .neighbors import Found, find
+from .neighbors import find
 from .simd import bare, fetch_add
-from .site import Present, Site, evaluate, gather, site_virial, up
+from .site import evaluate
+
+if TYPE_CHECKING:
+    from .bins import Bins
+    from .model import Model, Widths
+    from .neighbors import Found
+    from .site import Present, Site
 
 
 class Wanted(NamedTuple):
@@ -28,7 +35,7 @@ class Wanted(NamedTuple):
 class Blocks(NamedTuple):
     """Pieces of work: consecutive atoms of one structure, and where their pairs go. All int64."""
 
-    count: int
+    number: int
     counter: Any  # (1,): the block to be done next
     structure: Any  # (b,)
     begin: Any  # first atom
@@ -73,7 +80,7 @@ def evaluate_blocks(
     align = max(len(widths.full), len(widths.functions))
     while True:
         b = fetch_add(blocks.counter, 0, 1)
-        if b >= blocks.count:
+        if b >= blocks.number:
             return
         s = blocks.structure[b]
         at = blocks.start[b]
@@ -82,7 +89,7 @@ def evaluate_blocks(
         blocks.crowd[b] = 0
         blocks.second[b] = 0
         # Atoms of one type after the other: their coefficients and weights stay in the cache.
-        for t in range(present.count):
+        for t in range(present.number):
             kind = present.types[t]
             for i in range(blocks.begin[b], blocks.end[b]):
                 if bins.types[i] != kind:
@@ -146,7 +153,7 @@ _SEARCH = (0,) * 16
 class Targets(NamedTuple):
     """Ranges of atoms that receive forces, and the centres they come from. All int64."""
 
-    count: int
+    number: int
     counter: Any  # (1,): the range to be done next
     low: Any
     high: Any
@@ -162,7 +169,7 @@ def push_neighbors(arrays: Targets, out: Results, wanted: Wanted) -> None:
     results = bare(out)
     while True:
         t = fetch_add(targets.counter, 0, 1)
-        if t >= targets.count:
+        if t >= targets.number:
             return
         low = targets.low[t]
         high = targets.high[t]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from llvmlite import binding
 
 from . import zbl
 from .invariants import SWITCHES, legendre_tables, product_terms, square_weights
+from .vec import REGISTER
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nepcore.files.nep_txt import NepFile
 
-    from .simd import Width
+    from .vec import Width
 
 ANGULAR_TILE = 8
 """Harmonics whose sums are held in registers at a time; their number is padded to a multiple."""
@@ -86,9 +86,7 @@ class Widths(NamedTuple):
 
 def widths(n_angular: int, dtype: str) -> Widths:
     """Vector widths for this machine."""
-    features = binding.get_host_cpu_features()
-    size = 64 if features.get("avx512f") else 32
-    full = size // np.dtype(dtype).itemsize
+    full = REGISTER // np.dtype(dtype).itemsize
     return Widths((0,) * full, (0,) * (8 if n_angular <= 8 else 16))
 
 
@@ -131,7 +129,7 @@ def pack(file: NepFile, dtype: str, width: Widths) -> Model:
     squares[: L * (L + 2)] = square_weights(L)
     factors, sums, ends = product_terms(file.switches)
     # Sums of a degree that the model does not have are zero, and so are their products.
-    present = (sums < L * (L + 2)).all(axis=1)
+    present = np.all(sums < L * (L + 2), axis=1)
     factors, sums = np.where(present, factors, 0.0), np.where(present[:, None], sums, 0)
 
     H = file.hidden[0]

@@ -8,33 +8,26 @@ The neighbours of an atom come in an order that depends on its structure alone: 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numba import carray
+from numba.np.numpy_support import carray
 
-from .bins import ATOMS, FIRST, FIRST_BIN, GRID, PERIODIC, REACH, SHAPE, Bins
+from .bins import ATOMS, FIRST, FIRST_BIN, GRID, PERIODIC, REACH, SHAPE
 from .inner import inner
-from .simd import (
-    Width,
-    and_less,
-    but_lane,
-    count_lanes,
-    fill,
-    first_lanes,
-    fma,
-    load,
-    spread,
-    store,
-    store_numbers,
-    where_less,
-)  # fmt: skip
+from .lanes import and_less, but_lane, count_lanes, first_lanes, store_numbers
+from .simd import fill, fma, load, spread, store, where_less
+
+if TYPE_CHECKING:
+    from .bins import Bins
+    from .vec import Width
 
 COINCIDENT = 1e-5
 """Atoms closer than this, Å, count as being at one place: no model was made for it, and 1/r² overflows float32."""
 
 _SMALL_SORT = 160
 """Up to so many neighbours are sorted by counting, for each, those before it."""
+
 
 _KEYS = (0,) * 16
 """Lanes of the sort."""

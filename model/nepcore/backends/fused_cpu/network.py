@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .inner import inner
-from .simd import Width, add_exponent, fma, load, spread, store, total, where_less, zeros
+from .simd import add_exponent, fma, load, spread, store, total, where_less, zeros
+
+if TYPE_CHECKING:
+    from .vec import Width
 
 _LOG2E = 1.4426950408889634
 _LN2_HIGH = 0.693145751953125  # 16 bits: n times it is exact

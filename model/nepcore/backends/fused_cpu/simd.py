@@ -4,8 +4,8 @@ numba compiles scalar loops and leaves it to LLVM to find vectors in them, which
 stay in registers over the neighbours while the lanes run over radial functions, transposed tiles. A ``Vec`` is an LLVM
 vector, so that the machine code is what the source says; where the machine's registers are narrower, LLVM splits them.
 
-A width travels as a tuple, ``(0,) * 16``: its length is part of its type, so that the compiler knows it. A number beside
-a vector stands for a vector of it.
+A width travels as a tuple, ``(0,) * 16``: its length is part of its type, so that the compiler knows it. A number
+beside a vector stands for a vector of it.
 
 Arrays come into the kernels as named tuples; :func:`bare` turns them into pointers there. A pointer is one word, where
 an array is seven that every call would copy, and counts no references: an array's count is shared by all threads.
@@ -17,121 +17,12 @@ Indices into pointers are neither checked nor wrapped.
 
 from __future__ import annotations
 
-import operator
-from typing import Any
-
-from llvmlite import binding, ir
-from numba.core import cgutils, types
-from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, register_model
+from llvmlite import ir
+from numba.core import types
 from numba.np.arrayobj import make_array
 
-Width = tuple[int, ...]
-"""A vector width as the compiled functions take it: a tuple of that length."""
-
-_I32 = ir.IntType(32)
-
-
-class Vec(types.Type):
-    """``lanes`` numbers of one scalar type in a register."""
-
-    def __init__(self, dtype: Any, lanes: int) -> None:
-        self.dtype = dtype
-        self.lanes = lanes
-        super().__init__(name=f"vec({dtype}, {lanes})")
-
-
-_COMPRESS = bool(binding.get_host_cpu_features().get("avx512vl")) and binding.llvm_version_info[0] >= 20
-"""Whether the machine packs lanes in one instruction, and LLVM knows how to ask for it."""
-
-_SCALARS = {
-    types.float32: (ir.FloatType(), "f32", 4),
-    types.float64: (ir.DoubleType(), "f64", 8),
-    types.int32: (_I32, "i32", 4),
-    types.int64: (ir.IntType(64), "i64", 8),
-    types.boolean: (ir.IntType(1), "i1", 1),
-}
-
-
-def _ir_type(vec: Vec) -> ir.VectorType:
-    return ir.VectorType(_SCALARS[vec.dtype][0], vec.lanes)
-
-
-@register_model(Vec)
-class _VecModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: Vec) -> None:
-        super().__init__(dmm, fe_type, _ir_type(fe_type))
-
-
-def _fill(builder: ir.IRBuilder, value: ir.Value, vec: Vec) -> ir.Value:
-    """A vector whose lanes are all ``value``."""
-    ty = _ir_type(vec)
-    nothing = ir.Constant(ty, ir.Undefined)
-    one = builder.insert_element(nothing, value, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(_I32, vec.lanes), [0] * vec.lanes))
-
-
-def _as_vec(context: Any, builder: ir.IRBuilder, value: ir.Value, ty: Any, vec: Vec) -> ir.Value:
-    """``value`` itself if it is a vector, else a vector of it."""
-    if isinstance(ty, Vec):
-        return value
-    return _fill(builder, context.cast(builder, value, ty, vec.dtype), vec)
-
-
-def _vec_of(*args: Any) -> Vec | None:
-    """The one vector type among operands; None if there is none, or two, or something that is no number."""
-    found = {a for a in args if isinstance(a, Vec)}
-    if len(found) != 1 or not all(isinstance(a, (Vec, types.Number)) for a in args):
-        return None
-    return found.pop()
-
-
-def _call(builder: ir.IRBuilder, name: str, vec: Vec, args: list[ir.Value]) -> ir.Value:
-    ty = _ir_type(vec)
-    full = f"llvm.{name}.v{vec.lanes}{_SCALARS[vec.dtype][1]}"
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ty, [ty] * len(args)), full)
-    return builder.call(function, args)
-
-
-def _pointer(builder: ir.IRBuilder, array: ir.Value, index: ir.Value) -> ir.Value:
-    return builder.gep(array, [index])
-
-
-def _binary(op: Any, float_name: str, int_name: str | None) -> None:
-    @infer_global(op)
-    class _Template(AbstractTemplate):
-        def generic(self, args: Any, kws: Any) -> Any:  # noqa: ARG002
-            if len(args) != 2:
-                return None
-            vec = _vec_of(*args)
-            return None if vec is None else signature(vec, *args)
-
-    def lower(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        vec = sig.return_type
-        a, b = (_as_vec(context, builder, value, ty, vec) for value, ty in zip(args, sig.args, strict=True))
-        name = float_name if isinstance(vec.dtype, types.Float) else int_name
-        return getattr(builder, name)(a, b)  # type: ignore[arg-type]
-
-    lower_builtin(op, Vec, Vec)(lower)
-    lower_builtin(op, Vec, types.Number)(lower)
-    lower_builtin(op, types.Number, Vec)(lower)
-
-
-@infer_global(operator.neg)
-class _NegTemplate(AbstractTemplate):
-    def generic(self, args: Any, kws: Any) -> Any:  # noqa: ARG002
-        return signature(args[0], args[0]) if len(args) == 1 and isinstance(args[0], Vec) else None
-
-
-@lower_builtin(operator.neg, Vec)
-def _neg(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-    return builder.fneg(args[0])
-
-
-_binary(operator.add, "fadd", "add")
-_binary(operator.sub, "fsub", "sub")
-_binary(operator.mul, "fmul", "mul")
-_binary(operator.truediv, "fdiv", None)
+from .inner import intrinsic
+from .vec import I32, SCALARS, Vec, as_vec, call, fill_lanes, ir_type, vec_of
 
 
 @intrinsic
@@ -157,7 +48,7 @@ def zeros(typingctx, array, width):
     vec = Vec(array.dtype, width.count)
 
     def codegen(context, builder, sig, args):
-        return ir.Constant(_ir_type(vec), [0] * vec.lanes)
+        return ir.Constant(ir_type(vec), [0] * vec.lanes)
 
     return vec(array, width), codegen
 
@@ -168,9 +59,9 @@ def load(typingctx, array, index, width):
     vec = Vec(array.dtype, width.count)
 
     def codegen(context, builder, sig, args):
-        pointer = _pointer(builder, args[0], args[1])
-        typed = builder.bitcast(pointer, _ir_type(vec).as_pointer())
-        return builder.load(typed, align=_SCALARS[vec.dtype][2])
+        pointer = builder.gep(args[0], [args[1]])
+        typed = builder.bitcast(pointer, ir_type(vec).as_pointer())
+        return builder.load(typed, align=SCALARS[vec.dtype][2])
 
     return vec(array, types.intp, width), codegen
 
@@ -181,7 +72,7 @@ def spread(typingctx, array, index, width):
     vec = Vec(array.dtype, width.count)
 
     def codegen(context, builder, sig, args):
-        return _fill(builder, builder.load(_pointer(builder, args[0], args[1])), vec)
+        return fill_lanes(builder, builder.load(builder.gep(args[0], [args[1]])), vec)
 
     return vec(array, types.intp, width), codegen
 
@@ -191,9 +82,9 @@ def store(typingctx, array, index, value):
     """``array[index : index + lanes] = value``."""
 
     def codegen(context, builder, sig, args):
-        pointer = _pointer(builder, args[0], args[1])
-        typed = builder.bitcast(pointer, _ir_type(value).as_pointer())
-        builder.store(args[2], typed, align=_SCALARS[value.dtype][2])
+        pointer = builder.gep(args[0], [args[1]])
+        typed = builder.bitcast(pointer, ir_type(value).as_pointer())
+        builder.store(args[2], typed, align=SCALARS[value.dtype][2])
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value), codegen
@@ -202,14 +93,14 @@ def store(typingctx, array, index, value):
 @intrinsic
 def fma(typingctx, a, b, c):
     """``a * b + c``, rounded once where the machine can."""
-    vec = _vec_of(a, b, c)
+    vec = vec_of(a, b, c)
     if vec is None:
         return None
 
     def codegen(context, builder, sig, args):
-        return _call(
+        return call(
             builder, "fmuladd", vec,
-            [_as_vec(context, builder, v, t, vec) for v, t in zip(args, sig.args, strict=True)],
+            [as_vec(context, builder, v, t, vec) for v, t in zip(args, sig.args, strict=True)],
         )  # fmt: skip
 
     return vec(a, b, c), codegen
@@ -220,7 +111,7 @@ def root(typingctx, a):
     """Square root of each lane."""
 
     def codegen(context, builder, sig, args):
-        return _call(builder, "sqrt", a, args)
+        return call(builder, "sqrt", a, args)
 
     return a(a), codegen
 
@@ -228,14 +119,14 @@ def root(typingctx, a):
 @intrinsic
 def where_less(typingctx, a, b, yes, no):
     """``yes`` in the lanes where a < b, else ``no``; where a or b is NaN, ``no``."""
-    vec = _vec_of(a, b)
-    out = _vec_of(yes, no)
+    vec = vec_of(a, b)
+    out = vec_of(yes, no)
     if vec is None or out is None:
         return None
 
     def codegen(context, builder, sig, args):
-        x, y = (_as_vec(context, builder, v, t, vec) for v, t in zip(args[:2], sig.args[:2], strict=True))
-        p, q = (_as_vec(context, builder, v, t, out) for v, t in zip(args[2:], sig.args[2:], strict=True))
+        x, y = (as_vec(context, builder, v, t, vec) for v, t in zip(args[:2], sig.args[:2], strict=True))
+        p, q = (as_vec(context, builder, v, t, out) for v, t in zip(args[2:], sig.args[2:], strict=True))
         integer = isinstance(vec.dtype, types.Integer)
         mask = builder.icmp_signed("<", x, y) if integer else builder.fcmp_ordered("<", x, y)
         return builder.select(mask, p, q)
@@ -246,14 +137,14 @@ def where_less(typingctx, a, b, yes, no):
 @intrinsic
 def where_equal(typingctx, a, b, yes, no):
     """``yes`` in the lanes where the integers a and b are equal, else ``no``."""
-    vec = _vec_of(a, b)
-    out = _vec_of(yes, no)
+    vec = vec_of(a, b)
+    out = vec_of(yes, no)
     if vec is None or out is None:
         return None
 
     def codegen(context, builder, sig, args):
-        x, y = (_as_vec(context, builder, v, t, vec) for v, t in zip(args[:2], sig.args[:2], strict=True))
-        p, q = (_as_vec(context, builder, v, t, out) for v, t in zip(args[2:], sig.args[2:], strict=True))
+        x, y = (as_vec(context, builder, v, t, vec) for v, t in zip(args[:2], sig.args[:2], strict=True))
+        p, q = (as_vec(context, builder, v, t, out) for v, t in zip(args[2:], sig.args[2:], strict=True))
         return builder.select(builder.icmp_signed("==", x, y), p, q)
 
     return out(a, b, yes, no), codegen
@@ -270,7 +161,7 @@ def add_exponent(typingctx, mantissa, shifted):
     def codegen(context, builder, sig, args):
         ints = ir.VectorType(ir.IntType(width), mantissa.lanes)
         n = builder.shl(builder.bitcast(args[1], ints), ir.Constant(ints, [bits] * mantissa.lanes))
-        return builder.bitcast(builder.add(builder.bitcast(args[0], ints), n), _ir_type(mantissa))
+        return builder.bitcast(builder.add(builder.bitcast(args[0], ints), n), ir_type(mantissa))
 
     return mantissa(mantissa, shifted), codegen
 
@@ -285,11 +176,11 @@ def total(typingctx, a):
             lanes //= 2
             nothing = ir.Constant(value.type, ir.Undefined)
             low, high = (
-                builder.shuffle_vector(value, nothing, ir.Constant(ir.VectorType(_I32, lanes), list(part)))
+                builder.shuffle_vector(value, nothing, ir.Constant(ir.VectorType(I32, lanes), list(part)))
                 for part in (range(lanes), range(lanes, 2 * lanes))
             )
             value = builder.fadd(low, high) if isinstance(a.dtype, types.Float) else builder.add(low, high)
-        return builder.extract_element(value, ir.Constant(_I32, 0))
+        return builder.extract_element(value, ir.Constant(I32, 0))
 
     return a.dtype(a), codegen
 
@@ -304,12 +195,12 @@ def transpose(typingctx, source, start, stride, target, begin, step, width):
     n = vec.lanes
 
     def codegen(context, builder, sig, args):
-        align = _SCALARS[vec.dtype][2]
-        pointer_type = _ir_type(vec).as_pointer()
+        align = SCALARS[vec.dtype][2]
+        pointer_type = ir_type(vec).as_pointer()
 
         def row(array: int, first: int, stride: int, r: int) -> ir.Value:
             index = builder.add(args[first], builder.mul(args[stride], ir.Constant(args[stride].type, r)))
-            pointer = _pointer(builder, args[array], index)
+            pointer = builder.gep(args[array], [index])
             return builder.bitcast(pointer, pointer_type)
 
         rows = [builder.load(row(0, 1, 2, r), align=align) for r in range(n)]
@@ -322,7 +213,7 @@ def transpose(typingctx, source, start, stride, target, begin, step, width):
                 if not r & half:
                     a, b = rows[r], rows[r + half]
                     rows[r], rows[r + half] = (
-                        builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, n), mask)) for mask in (low, high)
+                        builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, n), mask)) for mask in (low, high)
                     )
             half //= 2
         for r in range(n):
@@ -333,87 +224,12 @@ def transpose(typingctx, source, start, stride, target, begin, step, width):
 
 
 @intrinsic
-def first_lanes(typingctx, count, like):
-    """Which lanes are the first ``count``: a mask for vectors as long as ``like``."""
-    lanes = like.lanes
-    out = Vec(types.boolean, lanes)
-
-    def codegen(context, builder, sig, args):
-        ints = Vec(types.int32, lanes)
-        lane = ir.Constant(_ir_type(ints), list(range(lanes)))
-        return builder.icmp_signed("<", lane, _fill(builder, builder.trunc(args[0], _I32), ints))
-
-    return out(types.int64, like), codegen
-
-
-@intrinsic
-def but_lane(typingctx, mask, lane):
-    """``mask`` without lane number ``lane``, if there is one of that number."""
-
-    def codegen(context, builder, sig, args):
-        ints = Vec(types.int64, mask.lanes)
-        numbers = ir.Constant(_ir_type(ints), list(range(mask.lanes)))
-        return builder.and_(args[0], builder.icmp_signed("!=", numbers, _fill(builder, args[1], ints)))
-
-    return mask(mask, types.int64), codegen
-
-
-@intrinsic
-def and_less(typingctx, mask, a, b):
-    """``mask`` and a < b."""
-
-    def codegen(context, builder, sig, args):
-        return builder.and_(args[0], builder.fcmp_ordered("<", args[1], _as_vec(context, builder, args[2], b, a)))
-
-    return mask(mask, a, b), codegen
-
-
-@intrinsic
-def count_lanes(typingctx, mask):
-    """Number of lanes set."""
-
-    def codegen(context, builder, sig, args):
-        bits = builder.bitcast(args[0], ir.IntType(mask.lanes))
-        return builder.ctpop(builder.zext(bits, ir.IntType(64)))
-
-    return types.int64(mask), codegen
-
-
-@intrinsic
-def store_numbers(typingctx, array, index, first, mask):
-    """Store ``first`` + lane number of the lanes set in ``mask``, one after the other, as int32.
-
-    What is behind them, up to all lanes, is overwritten.
-    """
-    lanes = mask.lanes
-    ints = Vec(types.int32, lanes)
-
-    def codegen(context, builder, sig, args):
-        array, at, first, mask = args
-        ty = _ir_type(ints)
-        numbers = builder.add(ir.Constant(ty, list(range(lanes))), _fill(builder, builder.trunc(first, _I32), ints))
-        if _COMPRESS:
-            full = f"llvm.experimental.vector.compress.v{lanes}i32"
-            function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ty, [ty, mask.type, ty]), full)
-            packed = builder.call(function, [numbers, mask, ir.Constant(ty, [0] * lanes)])
-            builder.store(packed, builder.bitcast(_pointer(builder, array, at), ty.as_pointer()), align=4)
-            return context.get_dummy_value()
-        for k in range(lanes):
-            place = ir.Constant(_I32, k)
-            builder.store(builder.extract_element(numbers, place), _pointer(builder, array, at))
-            at = builder.add(at, builder.zext(builder.extract_element(mask, place), at.type))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.int64, mask), codegen
-
-
-@intrinsic
 def fill(typingctx, value, width):
     """``value`` in every lane."""
     vec = Vec(value, width.count)
 
     def codegen(context, builder, sig, args):
-        return _fill(builder, args[0], vec)
+        return fill_lanes(builder, args[0], vec)
 
     return vec(value, width), codegen
 
@@ -423,32 +239,7 @@ def fetch_add(typingctx, array, index, amount):
     """``array[index] += amount`` in one indivisible step; the value before."""
 
     def codegen(context, builder, sig, args):
-        pointer = _pointer(builder, args[0], args[1])
+        pointer = builder.gep(args[0], [args[1]])
         return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
 
     return array.dtype(array, types.intp, array.dtype), codegen
-
-
-__all__ = [
-    "Vec",
-    "Width",
-    "add_exponent",
-    "and_less",
-    "bare",
-    "but_lane",
-    "count_lanes",
-    "fetch_add",
-    "fill",
-    "first_lanes",
-    "fma",
-    "load",
-    "root",
-    "spread",
-    "store",
-    "store_numbers",
-    "total",
-    "transpose",
-    "where_equal",
-    "where_less",
-    "zeros",
-]

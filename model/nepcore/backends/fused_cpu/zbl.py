@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from nepcore.elements import NUMBERS
 
 from .inner import inner
@@ -59,6 +60,7 @@ def pair_table(file: NepFile) -> NDArray[np.float64] | None:
                 row += 1
     elif file.zbl == "typewise":
         assert file.zbl_factor is not None
+        assert file.zbl_outer is not None
         radius = np.array([_RADII[z - 1] for z in numbers])
         table[..., OUTER] = np.minimum(file.zbl_factor * (radius[:, None] + radius[None, :]), file.zbl_outer)
     else:
