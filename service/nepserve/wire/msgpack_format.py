@@ -185,9 +185,21 @@ _KEY_SET = frozenset(KEYS)
 
 def _unpack(body: bytes, limits: Limits) -> dict[str, Any]:
     most = min(len(body), max(limits.max_atoms, limits.max_structures, 16))
+    # Entries, and lists that hold them. Of an atom: its number, and a row of three coordinates; of a structure: count,
+    # cell, flags and temperature.
+    left = 6 * limits.max_atoms + 24 * limits.max_structures + 64
+
+    def counted(entries: list[Any]) -> list[Any]:
+        # An empty list is one byte of a body and many in memory: it counts, too.
+        nonlocal left
+        left -= 1 + len(entries)
+        if left < 0:
+            raise WireError(None, "bad_msgpack", "the lists of the body have more entries than any request")
+        return entries
+
     try:
         message = msgpack.unpackb(
-            body, strict_map_key=True, object_pairs_hook=_unique, ext_hook=_no_extension,
+            body, strict_map_key=True, object_pairs_hook=_unique, list_hook=counted, ext_hook=_no_extension,
             max_array_len=most, max_map_len=64, max_ext_len=0,
         )  # fmt: skip
     except WireError:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -212,6 +213,33 @@ def test_cell_and_flags_of_deep_lists_are_refused() -> None:
         for _ in range(900):
             nested = [nested]
         assert refusal(body(**{name: nested})).code in {"bad_shape", "bad_value"}
+
+
+def test_lists_up_to_the_limits_are_taken() -> None:
+    B, N = 3, 6
+    lists = {
+        "n_atoms": [2] * B, "numbers": [14] * N, "positions": [[0.0, 0.0, 1.5 * i] for i in range(N)],
+        "cell": [[[9.0, 0.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 9.0]]] * B, "pbc": [[True] * 3] * B,
+        "temperature": [300.0] * B, "properties": list(PROPERTIES),
+    }  # fmt: skip
+    request = wire.decode(TYPE, msgpack.packb(lists), limits=wire.Limits(max_atoms=N, max_structures=B))
+    assert request.structures.n_atoms == N
+
+
+@pytest.mark.parametrize("inner", [b"\x90", b"\x91\x90", b"\x01"], ids=["empty", "nested", "numbers"])
+def test_small_entries_in_great_number_are_refused(inner: bytes) -> None:
+    many = 100_000 * 64
+    row = b"\xdd" + (100_000).to_bytes(4, "big") + inner * 100_000
+    data = b"\x81\xa9positions\xdc" + (64).to_bytes(2, "big") + row * 64
+    assert len(data) >= many
+    tracemalloc.start()
+    try:
+        error = refusal(data, limits=wire.Limits(max_atoms=100_000, max_structures=1000))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (error.code, "entries" in error.detail) == ("bad_msgpack", True)
+    assert peak < 30 * many
 
 
 def test_duplicate_keys_are_refused() -> None:
