@@ -70,7 +70,7 @@ class StructureError(NepError):
     Codes: ``non_finite`` (NaN or infinity in the input), ``out_of_range`` (a number too large to compute with),
     ``bad_shape``, ``bad_value``, ``unknown_element``, ``singular_cell``, ``coincident_atoms``, ``too_dense``,
     ``too_large``, ``missing_temperature``, ``non_finite_result``, ``out_of_memory``, ``empty``, ``unknown_field``,
-    ``missing_field``, ``ambiguous``, ``internal`` (the program failed at it in a way that nobody foresaw).
+    ``missing_field``, ``ambiguous``.
     """
 
     def __init__(self, code: str, reason: str, *, field: str | None = None, atoms: tuple[int, ...] = ()) -> None:
