@@ -84,9 +84,18 @@ class Calculator:
     @property
     def graphs(self) -> dict[str, dict[str, Any]]:
         """Graphs that are held and the memory they take, by backend; empty where none are captured."""
+        return {name: block.report() for name, block in self._blocks().items() if isinstance(block, GraphBlock)}
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """Why backends do less than they should (compilation failed ...), by backend; empty where all is well."""
+        faults = {name: str(getattr(block, "fault", "")) for name, block in self._blocks().items()}
+        return {name: fault for name, fault in faults.items() if fault}
+
+    def _blocks(self) -> dict[str, Any]:
         backend = self._resolved.backend
-        blocks = {b.name: getattr(b, "block", None) for b in getattr(backend, "backends", {"": backend}).values()}
-        return {name: block.report() for name, block in blocks.items() if isinstance(block, GraphBlock)}
+        members = getattr(backend, "backends", {"": backend}).values()
+        return {member.name: getattr(member, "block", None) for member in members}
 
     def tune(self, seconds: float, *, again: bool = False) -> Generator[dict[str, Any], None, None]:
         """Measure which backend is the fastest for this model here, use it from now on, and keep the choice on disk.
