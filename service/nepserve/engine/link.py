@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
+import socket
 import time
 from collections import deque
 from functools import partial
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nepserve.engine")
 
 _TICKS = 8  # how often within the bound on silence one looks
-_GRACE_SECONDS = 2.0  # from the closed socket to the end of the process
+_GRACE_SECONDS = 3.0  # from the closed socket to the end of the process
 _REAP_SECONDS = 30.0
 
 
@@ -143,8 +146,11 @@ class EngineLink:
         self._channel = Channel(self._sock, arenas=self._arenas)
         self._journal = Journal(stderr)
         self._journal.pid = self._process.pid
+        self._pidfd = _pidfd(self._process.pid)
         self._loop.add_reader(self._sock.fileno(), self._readable)
         self._loop.add_reader(stderr, self._log_readable)
+        if self._pidfd >= 0:
+            self._loop.add_reader(self._pidfd, self._ended)
         try:
             await asyncio.wait_for(asyncio.shield(self._hello), self._start_seconds)
         except asyncio.TimeoutError:
@@ -338,6 +344,20 @@ class EngineLink:
             self.kill(f"nothing can be sent to it: {error}")
             return True
 
+    def _ended(self) -> None:
+        """Take what the process said last, if it has ended.
+
+        The end of its socket is not enough to go by: uvloop stops to look at a socket on which an error is noted, as
+        it is when the process leaves messages unread, and says nothing.
+        """
+        if self.state == "down" or self._process is None or self._process.poll() is None:
+            return
+        # From now on there is an end to what can be read, even if a process of the engine's own holds the other side.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+        while self.state != "down":
+            self._readable()
+
     def _readable(self) -> None:
         try:
             messages = self._channel.read()
@@ -383,6 +403,7 @@ class EngineLink:
     def _look(self) -> None:
         """Count silence in ticks of this loop: a front that was stopped itself must not blame the engine."""
         self._watch = None
+        self._ended()
         if not self._pending or self.state == "down":
             return
         self._silent = 0.0 if self._heard else self._silent + self._hang_seconds / _TICKS
@@ -399,6 +420,8 @@ class EngineLink:
     def _log_readable(self) -> None:
         if not self._journal.read() and self._journal.ended:
             self._loop.remove_reader(self._journal.fd)
+            # Files are closed a little before the process counts as ended.
+            self._loop.call_later(0.1, self._ended)
 
     def _lost(self, cause: str) -> None:
         """The engine is gone or given up: nothing is sent or read any more, and it is waited for."""
@@ -406,9 +429,14 @@ class EngineLink:
             return
         self.state = "down"
         self._cause = self._cause or cause
-        self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
+        for remove in (self._loop.remove_reader, self._loop.remove_writer):
+            # uvloop minds if it has stopped to look by itself; the second call has it forget the socket all the same.
+            with contextlib.suppress(RuntimeError):
+                remove(self._sock.fileno())
         self._channel.close()
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
         self._unsent.clear()
         if self._watch is not None:
             self._watch.cancel()
@@ -424,7 +452,7 @@ class EngineLink:
             waited = time.monotonic() - started
             if waited > _GRACE_SECONDS:
                 process.kill()
-            if waited > _GRACE_SECONDS / 4:
+            if waited > _GRACE_SECONDS / 2:
                 self._fail_pending(f"the engine is being ended: {self._cause or 'it closed its socket'}")
             if waited > _REAP_SECONDS:
                 break
@@ -450,6 +478,14 @@ class EngineLink:
             if not pending.future.done():
                 pending.future.set_exception(EngineDown(reason))
         self._pending.clear()
+
+
+def _pidfd(pid: int) -> int:
+    """A descriptor that can be read from when the process has ended; −1 where the kernel has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1
 
 
 class _Pending(NamedTuple):

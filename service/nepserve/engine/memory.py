@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -151,10 +151,12 @@ class Limit:
     Attributes:
         atoms: The limit; None as long as nothing failed.
         splits: Batches cut because memory ran out.
+        keep: Called with each new limit, to keep it for the next start.
     """
 
     atoms: int | None = None
     splits: int = 0
+    keep: Callable[[int | None], None] | None = None
     _failed: int | None = None
     _full: int = 0
 
@@ -164,6 +166,16 @@ class Limit:
         half = max(1, atoms // 2)
         self.atoms = half if self.atoms is None else min(self.atoms, half)
         self._full = 0
+        self._changed()
+
+    def _changed(self) -> None:
+        if self.keep is not None:
+            self.keep(self.atoms)
+
+    def recall(self, atoms: int | None) -> None:
+        """Begin with a limit that was learned earlier."""
+        if atoms is not None:
+            self.atoms, self._failed = atoms, 2 * atoms
 
     def succeeded(self, atoms: int) -> None:
         """A call went well; the limit grows after enough calls that came near it."""
@@ -175,6 +187,7 @@ class Limit:
             self.atoms = int(self.atoms * _GROW_BY) + 1
             if self.atoms > _FORGET * self._failed:
                 self.atoms = self._failed = None
+            self._changed()
 
     def pieces(self, structures: Structures) -> list[Structures]:
         """Cut a block into runs of structures within the limit; a structure larger than it stands alone."""

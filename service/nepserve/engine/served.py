@@ -127,6 +127,9 @@ def load(
     if (tune := getattr(calculator, "tune", None)) is not None:
         yield from tune(_tune_seconds(calculator.device))
     limit = Limit()
+    if (keep := getattr(calculator, "keep_limit", None)) is not None:
+        limit.recall(calculator.learned_limit())  # type: ignore[attr-defined]
+        limit.keep = keep
     warmup = []
     blocks = _warmup_blocks(calculator.model)
     for done, (what, block, properties) in enumerate(blocks):

@@ -128,6 +128,45 @@ def test_an_engine_is_killed_from_outside(loop: str) -> None:
     run(main, loop)
 
 
+@loops
+@pytest.mark.parametrize("notice", ["pidfd", "stderr"])
+@pytest.mark.parametrize("shared", [True, False], ids=["sent", "half-sent"])
+def test_an_engine_dies_with_messages_unread(
+    loop: str, notice: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    if notice == "stderr":
+        monkeypatch.setattr(os, "pidfd_open", none, raising=False)
+
+    async def main() -> None:
+        async with engine(file(), arenas=shared) as link:
+            assert link.pid is not None
+            os.kill(link.pid, signal.SIGSTOP)
+            calls = [asyncio.create_task(link.evaluate("toy", [cloud(n)], USUAL)) for n in (10, 1000, 900_000)]
+            await asyncio.sleep(0.1)
+            os.kill(link.pid, signal.SIGKILL)
+            await assert_down(*calls, match="ended by SIGKILL")
+        # The loop can use the numbers of the descriptors again.
+        async with engine(file()) as link:
+            await link.evaluate("toy", [block(3)], USUAL)
+
+    run(main, loop)
+
+
+@loops
+def test_an_engine_ends_by_itself_with_messages_unread(loop: str) -> None:
+    async def main() -> None:
+        for _ in range(4):
+            async with engine(file(faults={"Ge": "lost"})) as link:
+                # Those with a descriptor end what is read at once: the others are left.
+                calls = [link.evaluate("toy", [b], USUAL) for b in (fatal(), cloud(20_000), block(1), block(2))]
+                await assert_down(*calls, match="the device is lost")
+
+    run(main, loop)
+
+
 def test_an_idle_engine_that_dies_is_noticed() -> None:
     async def main() -> None:
         async with engine() as link:

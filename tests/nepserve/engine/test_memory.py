@@ -234,3 +234,18 @@ def test_halves_are_as_equal_as_they_can_be(work: list[float]) -> None:
     total = sum(work)
     off = abs(sum(work[: len(one)]) - total / 2)
     assert all(off <= abs(sum(work[:cut]) - total / 2) + 1e-6 * total for cut in range(1, len(work)))
+
+
+def test_limits_are_kept_and_recalled() -> None:
+    kept: list[int | None] = []
+    limit = Limit(keep=kept.append)
+    limit.recall(None)
+    assert limit.atoms is None
+    limit.failed(1000)
+    assert kept == [500]
+    again = Limit(keep=kept.append)
+    again.recall(500)
+    assert again.atoms == 500
+    for _ in range(16):
+        again.succeeded(500)
+    assert kept[-1] == again.atoms == 551
