@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .backend import FusedCPU
+from .backend import FusedCPU, is_compiled
 
-__all__ = ["FusedCPU"]
+__all__ = ["FusedCPU", "is_compiled"]

@@ -14,13 +14,14 @@ from nepcore.elements import NUMBERS
 from nepcore.structures import PROPERTIES, Structures
 
 from . import neighbors, site
-from .compiled import functions
+from .compiled import compiled
 from .crew import Crew, cores
 from .model import pack, widths
 from .task import Task
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+    from types import SimpleNamespace
 
     from nepcore.files.nep_txt import NepFile
     from nepcore.structures import Predictions
@@ -63,7 +64,8 @@ class FusedCPU:
         self._number = NUMBERS[model.elements[0]]
         self.widths = widths(model.n_max_angular + 1, dtype)
         self.model = pack(model, dtype, self.widths)
-        self.functions = functions()
+        self._compiled = compiled()
+        self._ready = False
         self.crew = Crew(self.threads)
         # Pieces of different runs may alternate, but not overlap: they share desks and pair arrays.
         self.lock = threading.Lock()
@@ -78,16 +80,27 @@ class FusedCPU:
         pair = Structures.from_arrays([2], [self._number, self._number], [[0.0, 0.0, 0.0], [0.0, 0.0, 2.5]],
                                       temperatures=[300.0])  # fmt: skip
         try:
-            for _ in self.run(pair, frozenset(PROPERTIES)):
-                pass
+            self._try(pair)
+            self._compiled.remember(self.dtype, self.widths)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             _log.warning("compiled code cannot be kept on disk (%s); each start compiles anew", error)
-            self.functions = functions(cached=False)
-            for _ in self.run(pair, frozenset(PROPERTIES)):
-                pass
+            self._compiled = compiled(cached=False)
+            self._try(pair)
+        self._ready = True
+
+    def _try(self, structures: Structures) -> None:
+        for _ in Task(self, structures, frozenset(PROPERTIES)).run():
+            pass
+
+    @property
+    def functions(self) -> SimpleNamespace:
+        """The compiled functions by name."""
+        return self._compiled.functions
 
     def run(self, structures: Structures, properties: frozenset[str]) -> Generator[int, None, Predictions]:
         """Evaluate structures that the model's admission let in; see :class:`nepcore.backends.protocol.Backend`."""
+        if not self._ready:
+            self.warm_up()
         task = Task(self, structures, properties)
         yield from task.run()
         return task.predictions()
@@ -111,3 +124,8 @@ class FusedCPU:
         if wanted.virials and len(self._edge) < 3 * pairs:
             self._edge = np.empty(3 * len(self._neighbor), self.dtype)
         return results._replace(neighbor=self._neighbor, gradient=self._gradient, edge=self._edge)
+
+
+def is_compiled(model: NepFile, dtype: str) -> bool:
+    """Whether the code for models of this shape is on disk, so that the first evaluation starts at once."""
+    return compiled().known(dtype, widths(model.n_max_angular + 1, dtype))

@@ -4,9 +4,9 @@ The compiler's own cache knows when the file of a compiled function changed, but
 it calls did. Every function here therefore carries a stamp of all sources of this package and of the compiler's
 version; the stamp is part of what the cache looks up.
 
-The directory is ``NUMBA_CACHE_DIR`` where that is set, else ``nepserve/numba`` below ``XDG_CACHE_HOME`` (``~/.cache``),
-else one of this user's below the directory for temporary files. Where none can be written, every process compiles
-anew, and says so.
+The directory is ``NUMBA_CACHE_DIR`` where that is set, else ``numba`` in ``NEPSERVE_CACHE_DIR``, else in ``nepserve``
+in ``XDG_CACHE_HOME`` or ``~/.cache``, else in one of this user's in the directory for temporary files. Where none can
+be written every process compiles anew, and says so; so it does, silently, where ``NEPSERVE_CACHE_DIR`` is empty.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 import tempfile
 import threading
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,39 +28,72 @@ from llvmlite import binding
 
 from . import bins as binning
 from . import kernels, plan
-from .vec import config
+from .vec import config, features
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _log = logging.getLogger("nepcore")
 _lock = threading.Lock()
-_built: dict[bool, SimpleNamespace] = {}
+_built: dict[bool, Compiled] = {}
 
 
-def functions(*, cached: bool = True) -> SimpleNamespace:
-    """The compiled functions by name; they compile, or come from disk, when they are first called.
+@dataclass(frozen=True)
+class Compiled:
+    """The compiled functions.
+
+    Attributes:
+        functions: By name; they compile, or come from disk, when they are first called.
+        folder: Where they are kept; None if nowhere.
+    """
+
+    functions: SimpleNamespace
+    folder: Path | None
+
+    def known(self, dtype: str, widths: Any) -> bool:
+        """Whether the functions for a dtype and vector widths are on disk."""
+        return self.folder is not None and self._mark(dtype, widths).exists()
+
+    def remember(self, dtype: str, widths: Any) -> None:
+        """Note that they are.
+
+        Raises:
+            OSError: The disk is full or read-only.
+        """
+        if self.folder is not None:
+            self._mark(dtype, widths).touch()
+
+    def _mark(self, dtype: str, widths: Any) -> Path:
+        assert self.folder is not None
+        machine = hashlib.sha256(repr((binding.get_host_cpu_name(), sorted(features()))).encode()).hexdigest()[:12]
+        kind = f"{dtype}-{len(widths.full)}-{len(widths.functions)}"
+        return self.folder / f"compiled-{kind}-py{sys.version_info[0]}{sys.version_info[1]}-{machine}-{_stamp():014x}"
+
+
+def compiled(*, cached: bool = True) -> Compiled:
+    """The compiled functions.
 
     Args:
         cached: Whether to use the disk at all.
     """
     with _lock:
         if cached not in _built:
-            _built[cached] = _with_cache() if cached else _build(_stamp(), False)
+            _built[cached] = _with_cache() if cached else Compiled(_build(_stamp(), False), None)
         return _built[cached]
 
 
-def _with_cache() -> SimpleNamespace:
+def _with_cache() -> Compiled:
     before = config.CACHE_DIR
     try:
         for directory in _directories():
             if _writable(directory):
                 config.CACHE_DIR = str(directory)
-                return _build(_stamp(), True)
+                return Compiled(_build(_stamp(), True), directory)
     finally:
         config.CACHE_DIR = before
-    _log.warning("no directory for compiled code can be written (set NUMBA_CACHE_DIR); each start compiles anew")
-    return _build(_stamp(), False)
+    if os.environ.get("NEPSERVE_CACHE_DIR") != "":
+        _log.warning("no directory for compiled code can be written (set NUMBA_CACHE_DIR); each start compiles anew")
+    return Compiled(_build(_stamp(), False), None)
 
 
 def _writable(directory: Path) -> bool:
@@ -74,6 +110,10 @@ def _directories() -> Iterator[Path]:
     if config.CACHE_DIR:
         yield Path(config.CACHE_DIR)
         return
+    if (said := os.environ.get("NEPSERVE_CACHE_DIR")) is not None:
+        if said:
+            yield Path(said) / "numba"
+        return
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if os.path.isabs(home):
         yield Path(home) / "nepserve" / "numba"
@@ -89,6 +129,7 @@ def _directories() -> Iterator[Path]:
             yield shared / "numba"
 
 
+@cache
 def _stamp() -> int:
     """A number that changes with the sources of this package and with the compiler."""
     digest = hashlib.sha256(f"{numba.__version__} {binding.llvm_version_info}".encode())
