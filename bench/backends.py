@@ -9,8 +9,8 @@
 64,000 atoms, from host arrays to host arrays, neighbour search included. ``sweep``: the same model (8/4 Å, n_max 4,
 basis 8, l_max 4) at several numbers of types, all of which occur: inference of a crystal of 16,000 atoms, and one
 training step (parameter gradients of a loss of energies and pair forces) of a dense block of as many. ``peers``:
-TorchNEP (PyPI: torchnep) beside ours. Each figure is the median of repeats after a warm-up, synchronised; peak memory is that
-of torch's allocator. One JSON line a figure on standard output, words on standard error.
+TorchNEP (PyPI: torchnep) beside ours. Each figure is the median of repeats after a warm-up, synchronised; peak memory
+is that of torch's allocator. One JSON line a figure on standard output, words on standard error.
 """
 
 from __future__ import annotations

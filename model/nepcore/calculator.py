@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .backends import resolve
+from .backends import choices, resolve
 from .backends.graphs import GraphBlock
 from .errors import ModelError, StructureError
 from .files import nep_txt
@@ -91,6 +91,17 @@ class Calculator:
         """Why backends do less than they should (compilation failed ...), by backend; empty where all is well."""
         faults = {name: str(getattr(block, "fault", "")) for name, block in self._blocks().items()}
         return {name: fault for name, fault in faults.items() if fault}
+
+    def learned_limit(self) -> int | None:
+        """Atoms that one call may hold, as :meth:`keep_limit` kept it for this device, backend and kind of model."""
+        return choices.read_limit(self._limit_key())
+
+    def keep_limit(self, atoms: int | None) -> None:
+        """Keep on disk how many atoms one call may hold; None: there is no limit that is known."""
+        choices.write_limit(self._limit_key(), atoms)
+
+    def _limit_key(self) -> dict[str, Any]:
+        return {**choices.key_of(self.model, torch.device(self.device), self.dtype), "backend": self.backend}
 
     def _blocks(self) -> dict[str, Any]:
         backend = self._resolved.backend

@@ -13,7 +13,7 @@ import os
 import platform
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,9 +22,13 @@ import nepcore
 from .measure import Report
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nepcore.files.nep_txt import NepFile
 
 logger = logging.getLogger("nepcore")
+
+T = TypeVar("T")
 
 _FORMAT = 1
 _MOST_BYTES = 1_000_000
@@ -113,16 +117,42 @@ def _version(*distributions: str) -> str:
     return next(versions, "")
 
 
-def path_of(key: dict[str, Any]) -> Path | None:
-    """The file of a key."""
+def path_of(key: dict[str, Any], kind: str = "backend") -> Path | None:
+    """The file of a key; None where nothing is kept."""
     where = folder()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return None if where is None else where / f"backend-{digest}.json"
+    return None if where is None else where / f"{kind}-{digest}.json"
 
 
 def read(key: dict[str, Any]) -> Report | None:
     """What was measured for a key; None where there is nothing that can be used."""
-    path = path_of(key)
+    return _read(key, "backend", lambda data: Report.of_dict(data["report"]))
+
+
+def write(key: dict[str, Any], report: Report) -> bool:
+    """Keep what was measured; says whether that was possible."""
+    return _write(key, "backend", {"report": report.to_dict()})
+
+
+def read_limit(key: dict[str, Any]) -> int | None:
+    """Atoms that one call may hold, as learned earlier; None where nothing is known."""
+
+    def positive(data: Any) -> int | None:
+        atoms = data["atoms"]
+        if atoms is not None and (type(atoms) is not int or atoms < 1):
+            raise ValueError(f"{atoms!r} is no number of atoms")
+        return atoms
+
+    return _read(key, "limit", positive)
+
+
+def write_limit(key: dict[str, Any], atoms: int | None) -> bool:
+    """Keep how many atoms one call may hold; says whether that was possible."""
+    return _write(key, "limit", {"atoms": atoms})
+
+
+def _read(key: dict[str, Any], kind: str, take: Callable[[Any], T]) -> T | None:
+    path = path_of(key, kind)
     if path is None:
         return None
     try:
@@ -131,7 +161,7 @@ def read(key: dict[str, Any]) -> Report | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["key"] != key:
             raise ValueError("it is of another device or model")
-        return Report.of_dict(data["report"])
+        return take(data)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -139,12 +169,11 @@ def read(key: dict[str, Any]) -> Report | None:
         return None
 
 
-def write(key: dict[str, Any], report: Report) -> bool:
-    """Keep what was measured; says whether that was possible."""
-    path = path_of(key)
+def _write(key: dict[str, Any], kind: str, content: dict[str, Any]) -> bool:
+    path = path_of(key, kind)
     if path is None:
         return False
-    text = json.dumps({"key": key, "report": report.to_dict()}, indent=1)
+    text = json.dumps({"key": key, **content}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Renamed into place: whoever reads at the same time finds the old one or the new one.
@@ -154,6 +183,6 @@ def write(key: dict[str, Any], report: Report) -> bool:
             file.write(text)
         Path(file.name).replace(path)
     except OSError as error:
-        logger.warning("what was measured is not kept: %s", error)
+        logger.warning("what was learned is not kept: %s", error)
         return False
     return True

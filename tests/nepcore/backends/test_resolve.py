@@ -146,6 +146,22 @@ def test_a_cache_that_cannot_be_written(cache: Path, caplog: pytest.LogCaptureFi
     assert "not kept" in caplog.text
 
 
+def test_limits_are_kept_by_backend(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Calculator.of(MODEL, device="cpu", backend="loop")
+    assert loop.learned_limit() is None
+    loop.keep_limit(4096)
+    assert Calculator.of(MODEL, device="cpu", backend="loop").learned_limit() == 4096
+    assert Calculator.of(MODEL, device="cpu", backend="bmm").learned_limit() is None
+    loop.keep_limit(None)
+    assert loop.learned_limit() is None
+    (path,) = cache.glob("limit-*.json")
+    for poison in ("-3", "1.5", '"many"', "true"):
+        path.write_text(path.read_text().replace('"atoms": null', f'"atoms": {poison}'))
+        with caplog.at_level(logging.ERROR, logger="nepcore"):
+            assert loop.learned_limit() is None
+        loop.keep_limit(None)
+
+
 def test_no_folder_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEPSERVE_CACHE_DIR", "")
     key = choices.key_of(MODEL, CPU, "float32")

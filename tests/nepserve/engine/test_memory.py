@@ -238,12 +238,12 @@ def test_halves_are_as_equal_as_they_can_be(work: list[float]) -> None:
 
 def test_limits_are_kept_and_recalled() -> None:
     kept: list[int | None] = []
-    limit = Limit(keep=kept.append)
+    limit = memory.Limit(keep=kept.append)
     limit.recall(None)
     assert limit.atoms is None
     limit.failed(1000)
     assert kept == [500]
-    again = Limit(keep=kept.append)
+    again = memory.Limit(keep=kept.append)
     again.recall(500)
     assert again.atoms == 500
     for _ in range(16):
