@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
+import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .forcefield import as_client, check_elements, evaluator
+from .ipi_address import WAIT_SECONDS, Address, NoServerError, connect, parse_address
 from .units import BOHR, HARTREE
 
 if TYPE_CHECKING:
@@ -33,117 +33,12 @@ if TYPE_CHECKING:
     from .forcefield import Evaluator, Forces
     from .http import Client
 
-PREFIX = "/tmp/ipi_"
-"""What i-PI puts in front of the name of a unix socket."""
-
-WAIT_SECONDS = 60.0
-"""How long a driver waits for i-PI's socket, s, where nothing else is said."""
-
-PROBE_SECONDS = 5
-"""A quiet TCP connection is probed this often, s."""
-
 _HEAD = 12
 _MAX_BATCH = 1 << 16
 
 
 class ProtocolError(Exception):
     """What arrived is not i-PI's protocol, or not of the structure that was given."""
-
-
-class NoServerError(ConnectionError):
-    """Nobody listened at i-PI's address within the time to wait."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where i-PI listens: ``path`` of a unix socket, or ``host`` and ``port``."""
-
-    path: str | None
-    host: str = ""
-    port: int = 0
-
-    def __str__(self) -> str:
-        return f"unix socket {self.path}" if self.path is not None else f"{self.host}:{self.port}"
-
-    def connect(self, timeout: float) -> socket.socket:
-        """One attempt to connect."""
-        if self.path is None:
-            found = socket.create_connection((self.host, self.port), timeout=timeout)
-            # A step is a few short messages to and fro: none may wait for company.
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A listener whose queue is full drops connections without a word, and a node may vanish: find out.
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if sys.platform == "linux":
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_SECONDS)
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
-        else:
-            found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                found.settimeout(timeout)
-                found.connect(self.path)
-            except BaseException:
-                found.close()
-                raise
-        found.settimeout(None)
-        return found
-
-
-def parse_address(text: str) -> Address:
-    """Take ``host:port``, ``unix:name`` (the ``<address>`` of i-PI's input) or ``unix:/whole/path`` apart.
-
-    Raises:
-        ValueError: Neither of them.
-    """
-    kind, _, rest = text.partition(":")
-    if kind == "unix":
-        name = rest.removeprefix("//") if rest.startswith("///") else rest
-        if not name:
-            raise ValueError(
-                f"{text!r}: a unix socket needs a name, as in unix:water, or a path, as in unix:/run/water"
-            )
-        path = name if name.startswith("/") else PREFIX + name
-        if len(path.encode()) > 107:
-            raise ValueError(f"{path!r} is too long for a unix socket: at most 107 bytes")
-        return Address(path)
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 65536:
-        raise ValueError(f"{text!r} is not an address of i-PI; wanted host:port or unix:name")
-    return Address(None, host.removeprefix("[").removesuffix("]"), int(port))
-
-
-def connect(
-    address: Address, seconds: float = WAIT_SECONDS, report: Callable[[str], None] | None = None
-) -> socket.socket:
-    """Connect to i-PI, waiting for it if it is not there yet, or has no room in its queue.
-
-    Args:
-        address: Where it listens, or will.
-        seconds: How long to wait for it.
-        report: Told once if there is something to wait for.
-
-    Raises:
-        NoServerError: It was not there within ``seconds``.
-        OSError: The address can never work (an unknown host, a socket of somebody else).
-    """
-    ends = time.monotonic() + seconds
-    pause = 0.01
-    while True:
-        try:
-            return address.connect(max(ends - time.monotonic(), 0.05))
-        except (socket.gaierror, PermissionError) as error:
-            raise type(error)(error.errno, f"cannot connect to i-PI at {address}: {error.strerror}") from error
-        except OSError as error:
-            # Not there yet, or too many came at once: a full queue refuses, resets or is "temporarily unavailable".
-            if time.monotonic() + pause >= ends:
-                raise NoServerError(
-                    f"i-PI was not at {address} within {seconds:g} s: {error.strerror or error}. "
-                    "Is it running, and is that the <address> (and <port>) of its <ffsocket>?"
-                ) from error
-            if report is not None:
-                report(f"waiting up to {seconds:g} s for i-PI at {address}")
-                report = None
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.5)
 
 
 class Driver:
@@ -340,13 +235,13 @@ def run(
     client = as_client(url, options)
     client.wait_until_ready(wait_seconds)
     check_elements(client, model, z.tolist())
-    lines = [_Line(place, wait_seconds) for _ in range(connections)]
+    over = threading.Event()
+    lines = [_Line(place, wait_seconds, over) for _ in range(connections)]
+    fields = [evaluator(client, z, pbc, model=model, temperature=temperature) for _ in lines]
     try:
-        for k, line in enumerate(lines):
-            line.connect(None if k else say)
-        many = "" if connections == 1 else f" {connections} times"
-        say(f"connected to i-PI at {place}{many}; {len(z)} atoms")
-        fields = [evaluator(client, z, pbc, model=model, temperature=temperature) for _ in lines]
+        # The first alone, so that what there is to wait for is told once.
+        lines[0].connect(say)
+        say(f"connected to i-PI at {place}; {len(z)} atoms")
         if connections == 1:
             return lines[0].serve(fields[0], len(z))
         return _serve_all(lines, fields, len(z))
@@ -356,30 +251,41 @@ def run(
 
 
 class _Line:
-    """A connection that is made anew if it breaks before i-PI has said anything: then nobody had accepted it."""
+    """One of the connections to i-PI, until that is done, which it tells to any of them (``over``).
 
-    def __init__(self, place: Address, seconds: float) -> None:
+    A connection that breaks before i-PI has said anything is made anew: nobody had accepted it.
+    """
+
+    def __init__(self, place: Address, seconds: float, over: threading.Event) -> None:
         self._place = place
         self._seconds = seconds
+        self._over = over
         self._stream: socket.socket | None = None
 
     def connect(self, report: Callable[[str], None] | None = None) -> None:
-        self.close()
-        self._stream = connect(self._place, self._seconds, report)
+        self._stream = connect(self._place, self._seconds, report, self._over)
 
     def serve(self, field: Evaluator, n_atoms: int) -> int:
-        """Serve to the end; how many messages with positions were answered."""
+        """Connect if need be, and serve to the end; how many messages with positions were answered."""
         ends = time.monotonic() + self._seconds
         while True:
-            assert self._stream is not None
-            driver = Driver(self._stream, field, n_atoms)
+            if self._over.is_set():
+                return 0
             try:
+                if self._stream is None:
+                    self.connect()
+                assert self._stream is not None
+                driver = Driver(self._stream, field, n_atoms)
                 driver.serve()
+            except NoServerError:
+                if not self._over.is_set():
+                    raise
             except OSError:
                 if driver.heard or time.monotonic() > ends:
                     raise
-                self.connect()
+                self.close()
             else:
+                self._over.set()
                 return driver.steps
 
     def hang_up(self) -> None:
@@ -389,12 +295,16 @@ class _Line:
                 self._stream.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
 
 def _serve_all(lines: Sequence[_Line], fields: Sequence[Evaluator], n_atoms: int) -> int:
-    """Serve several connections; the first failure ends them all."""
+    """Serve several connections; the first failure ends them all.
+
+    Each is answered for as soon as it stands: i-PI lets the next one in when the last has told its status.
+    """
     with ThreadPoolExecutor(len(lines)) as pool:
         jobs = [pool.submit(line.serve, field, n_atoms) for line, field in zip(lines, fields, strict=True)]
         try:
@@ -403,3 +313,6 @@ def _serve_all(lines: Sequence[_Line], fields: Sequence[Evaluator], n_atoms: int
             for line in lines:
                 line.hang_up()
     return sum(job.result() for job in done)
+
+
+__all__ = ["Address", "Driver", "NoServerError", "ProtocolError", "connect", "parse_address", "run"]

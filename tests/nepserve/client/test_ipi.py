@@ -25,6 +25,7 @@ from nepcore.files import xyz
 from nepcore.structures import Structure
 from nepserve.client import Client, ConnectionFailed, NepserveError, units
 from nepserve.client import ipi as bridge
+from nepserve.client.forcefield import Forces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -501,7 +502,7 @@ def test_fifty_clients_that_come_before_their_host(tmp_path, kind):
     found: list[int] = []
 
     def come() -> None:
-        line = bridge._Line(bridge.parse_address(text), 60)
+        line = bridge._Line(bridge.parse_address(text), 60, threading.Event())
         line.connect(said.append)
         found.append(line.serve(None, 1))
 
@@ -526,6 +527,33 @@ def test_fifty_clients_that_come_before_their_host(tmp_path, kind):
     assert all("up to 60 s" in line for line in said)
     for one in [*taken, listener]:
         one.close()
+
+
+class Slow:
+    """An evaluator that takes its time."""
+
+    def many(self, positions, _):
+        time.sleep(3.0)
+        return [Forces(0.0, np.zeros_like(one), np.zeros((3, 3))) for one in positions]
+
+    def close(self):
+        pass
+
+
+@needs_ipi
+@pytest.mark.parametrize("unix", [True, False], ids=["unix", "tcp"])
+def test_sixty_four_slow_clients_are_all_served(server, tmp_path, monkeypatch, unix):
+    """They come within a second to a host whose queue holds four (public report, i-pi 273)."""
+    monkeypatch.setattr(bridge, "evaluator", lambda *_, **__: Slow())
+    said: list[str] = []
+    structure = crystal(1)
+    with hosting(tmp_path, structure, unix=unix, beads=64, steps=2) as host:
+        steps = bridge.run(host.address, server.url, structure.numbers, connections=64, report=said.append)
+        kept = host.result()
+    assert len(kept["q"]) == 3
+    # Forces of all beads before the first step and in both of them.
+    assert steps == 3 * 64
+    assert len(said) <= 2
 
 
 def test_a_host_that_never_comes_is_an_error_that_says_how_long_was_waited(tmp_path):
