@@ -8,7 +8,7 @@ import pytest
 import crystals
 import nepcore
 from nepcore import ModelError, Structure, StructureError, Structures, synthetic
-from nepcore.backends import forms
+from nepcore.backends import candidates, forms
 from nepcore.calculator import Calculator
 from nepcore.structures import PROPERTIES
 
@@ -26,7 +26,8 @@ MODELS = {
     ),
 }
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-every_backend = pytest.mark.parametrize("backend", forms.FORMS)
+BACKENDS = (*forms.FORMS, candidates.FUSED_CPU)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def energies_of(calculator: Calculator, items: list[Structure]) -> np.ndarray:
@@ -55,9 +56,10 @@ def test_forces_are_derivatives(model: object, seed: int) -> None:
 
 
 @every_model
-def test_stress_is_the_strain_derivative(model: object) -> None:
+@pytest.mark.parametrize("seed", [21, 22])
+def test_stress_is_the_strain_derivative(model: object, seed: int) -> None:
     calculator = Calculator.of(model, device="cpu", dtype="float64")
-    s = crystals.random_structure(21, model.elements, n=7)
+    s = crystals.random_structure(seed, model.elements, n=7)
     h, strained = 1e-5, []
     voigt = [(0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1)]
     for a, b in voigt:
@@ -101,6 +103,20 @@ def test_alone_and_in_company_the_bits_are_equal(model: object, backend: str, dt
         for name, value in alone.values.items():
             assert np.array_equal(value, together.view(i)[name]), (i, name)
             assert np.array_equal(value, in_pieces.view(i)[name]), (i, name)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_alone_and_among_64_others_the_bits_are_equal(backend: str, dtype: str) -> None:
+    model = MODELS["three types, every invariant"]
+    items = [
+        crystals.random_structure(k, model.elements, n=3 + k % 13, pbc=crystals.PERIODICITIES[k % 8]) for k in range(65)
+    ]
+    calculator = Calculator.of(model, device="cpu", dtype=dtype, backend=backend)
+    together = calculator.evaluate(items, PROPERTIES)
+    for i in (0, 31, 64):
+        for name, value in calculator.evaluate(items[i], PROPERTIES).view(0).values.items():
+            assert np.array_equal(value, together.view(i)[name]), (i, name)
 
 
 @every_model

@@ -13,13 +13,15 @@ import cases
 import nepcore
 from locations import needs_shared
 from nepcore import Structure, Structures
-from nepcore.backends import forms
+from nepcore.backends import candidates, forms
 from nepcore.files import xyz
 
 pytestmark = needs_shared
 
+BACKENDS = (*forms.FORMS, candidates.FUSED_CPU)
 
-@pytest.fixture(scope="module", params=[*itertools.product(forms.FORMS, ["float64", "float32"])], ids="-".join)
+
+@pytest.fixture(scope="module", params=[*itertools.product(BACKENDS, ["float64", "float32"])], ids="-".join)
 def silicon(request: pytest.FixtureRequest) -> nepcore.calculator.Calculator:
     backend, dtype = request.param
     return nepcore.load(cases.TOY_SI, device="cpu", dtype=dtype, backend=backend)

@@ -7,14 +7,16 @@ import pytest
 import nepcore
 import references
 from locations import needs_shared
-from nepcore.backends import forms
+from nepcore.backends import candidates, forms
 from nepcore.structures import PROPERTIES
 
 pytestmark = needs_shared
 
+BACKENDS = (*forms.FORMS, candidates.FUSED_CPU)
+
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("backend", forms.FORMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", references.names())
 def test_reference_values(name: str, backend: str, dtype: str) -> None:
     reference = references.load(name)
