@@ -95,7 +95,7 @@ def difference(found: Predictions, wanted: Predictions) -> str:
         return f"errors {found.errors} in place of {wanted.errors}"
     for name in PROPERTIES:
         # On the wire per-atom results have the precision of the positions that were sent; nothing is lost by that.
-        if found[name].astype(np.float64).tobytes() != wanted[name].astype(np.float64).tobytes():
+        if found.values[name].astype(np.float64).tobytes() != wanted.values[name].astype(np.float64).tobytes():
             return f"the bits of {name} differ"
     if found.stress_known.tobytes() != wanted.stress_known.tobytes():
         return "another stress is known"
