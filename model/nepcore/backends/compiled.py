@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .rows import Results, Rows, Shape, Tables, evaluate
+from .rows import Results, Rows, Shape, Tables, evaluate, evaluate_by_autograd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,6 +93,34 @@ class CompiledBlock:
         compiled: Callable[[Tables, Rows], Results] = torch.compile(_own_code(self._plain), fullgraph=True)
         compiled(tables, _example(tables))
         return compiled
+
+
+def with_forces_inside(shape: Shape, form: Form, tables: Tables, rows: Rows) -> Callable[[Tables, Rows], Results]:
+    """:func:`evaluate_by_autograd` as a graph of plain operations that holds the first derivatives.
+
+    It can be compiled and differentiated once more by the parameters, which a compiler cannot do with a call of
+    autograd inside. Sizes that differ in the example stay variable.
+
+    Args:
+        shape: What the code depends on.
+        form: The form of the sums.
+        tables, rows: An example.
+    """
+    # Some builds of torch do not import it by themselves, and tracing looks it up.
+    import torch.backends.opt_einsum
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def function(tables: Tables, rows: Rows) -> tuple[Tensor, ...]:
+        return tuple(evaluate_by_autograd(shape, form, tables, rows))
+
+    traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(tables, rows)
+    # What autograd saves for its way back is detached, which would cut the second derivatives off.
+    for node in list(traced.graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+    traced.recompile()
+    return lambda tables, rows: Results(*traced(tables, rows))
 
 
 def _own_code(function: Any) -> Any:

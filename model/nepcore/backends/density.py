@@ -31,7 +31,7 @@ def sums(
     for t in range(T):
         of_type = f if T == 1 else f * (neighbor == t)
         parts += [(f_k if y is None else f_k * y).sum(dim=-1) for f_k in of_type]
-    return _moments_contracted(coefficients, centre, torch.stack(parts).reshape(T, len(f), -1, len(centre))), basis
+    return _moments_contracted(coefficients, centre, torch.stack(parts).reshape(T, len(f), -1, centre.shape[0])), basis
 
 
 def _compiled_moments(f: Tensor, neighbor: Tensor, n_types: int, y: Tensor | None) -> Tensor:

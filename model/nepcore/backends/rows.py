@@ -95,17 +95,25 @@ class Results(NamedTuple):
     push: Tensor  # (3, A, v): ∂U_i/∂r_ij of the angular part
 
 
-def evaluate(shape: Shape, form: Form, tables: Tables, rows: Rows) -> Results:
-    """Evaluate a block."""
-    t, ti = tables, rows.types
-    n_r, k_r = t.c_radial.shape[:2]
-    n_a, k_a = t.c_angular.shape[:2]
-    A = len(ti)
+class _Forward(NamedTuple):
+    q: Tensor  # (A, D), scaled
+    kept_radial: Tensor
+    kept_angular: Tensor
+    y: Tensor  # (b, A, v)
+    s: Tensor  # (b, A, n)
+    monomials: tuple[invariants.Monomials | None, ...]
+
+
+def _forward(shape: Shape, form: Form, t: Tables, rows: Rows, *, derivative: bool) -> _Forward:
+    """Descriptors; with ``derivative`` what is kept of the pairs has both values and derivatives."""
+    ti = rows.types
+    A = ti.shape[0]
     # On a CPU the polynomials are written out: sums along another dimension may depend on the number of atoms.
     monomials = t.monomials if products.on_gpu(ti) or torch.compiler.is_compiling() else ()
-    basis_r = radial_basis(rows.r_radial, t.cutoff_radial[ti[:, None], rows.types_radial], k_r)
+    cut_r, cut_a = t.cutoff_radial[ti[:, None], rows.types_radial], t.cutoff_angular[ti[:, None], rows.types_angular]
+    basis_r = radial_basis(rows.r_radial, cut_r, t.c_radial.shape[1], derivative=derivative)
     s_r, kept_r = form.sums(t.c_radial, basis_r, ti, rows.types_radial, None)  # (1, A, n)
-    basis_a = radial_basis(rows.r_angular, t.cutoff_angular[ti[:, None], rows.types_angular], k_a)
+    basis_a = radial_basis(rows.r_angular, cut_a, t.c_angular.shape[1], derivative=derivative)
     y = harmonics.harmonics(rows.unit, shape.l_max)  # (b, A, v)
     s_a, kept_a = form.sums(t.c_angular, basis_a, ti, rows.types_angular, y)
     s_a = s_a.contiguous()  # (b, A, n)
@@ -113,19 +121,43 @@ def evaluate(shape: Shape, form: Form, tables: Tables, rows: Rows) -> Results:
     q = torch.cat([s_r[0], q_a.permute(1, 0, 2).reshape(A, -1)], dim=1)  # (A, D)
     if shape.temperature:
         q = torch.cat([q, rows.temperature[:, None]], dim=1)
-    q = q * t.q_scaler
-    energies, slope = _site_energies(shape, t, q, ti)
+    return _Forward(q * t.q_scaler, kept_r, kept_a, y, s_a, monomials)
+
+
+def evaluate(shape: Shape, form: Form, tables: Tables, rows: Rows) -> Results:
+    """Evaluate a block; derivatives by formula."""
+    t, ti = tables, rows.types
+    n_r, n_a = len(t.c_radial), len(t.c_angular)
+    blocks = shape.l_max + len(shape.switches)
+    found = _forward(shape, form, t, rows, derivative=True)
+    energies, slope = _site_energies(shape, t, found.q, ti)
     slope = slope * t.q_scaler
     f_r = slope[:, :n_r]
-    f_a = slope[:, n_r : n_r + q_a.shape[0] * n_a].reshape(A, -1, n_a).permute(1, 0, 2)  # (blocks, A, n)
-    along = form.spread(t.c_radial, kept_r[1:], f_r[None], ti, rows.types_radial)[0, 0]  # (A, w)
-    ds = invariants.gradient(s_a, f_a, shape.l_max, shape.switches, monomials)  # (b, A, n)
-    by_y, by_r = form.spread(t.c_angular, kept_a, ds, ti, rows.types_angular)  # (b, A, v): ∂U/∂Y_b, ∂U/∂r by Y_b
+    f_a = slope[:, n_r : n_r + blocks * n_a].reshape(ti.shape[0], blocks, n_a).permute(1, 0, 2)  # (blocks, A, n)
+    along = form.spread(t.c_radial, found.kept_radial[1:], f_r[None], ti, rows.types_radial)[0, 0]  # (A, w)
+    ds = invariants.gradient(found.s, f_a, shape.l_max, shape.switches, found.monomials)  # (b, A, n)
+    # ∂U/∂Y_b and ∂U/∂r by Y_b, (b, A, v)
+    by_y, by_r = form.spread(t.c_angular, found.kept_angular, ds, ti, rows.types_angular)
     turn = harmonics.contracted_gradient(rows.unit, by_y, shape.l_max)  # (3, A, v)
-    outward = products.sum_over_components(by_r, y)
+    outward = products.sum_over_components(by_r, found.y)
+    return Results(energies, found.q, along, _push(rows, outward, turn))
+
+
+def evaluate_by_autograd(shape: Shape, form: Form, tables: Tables, rows: Rows) -> Results:
+    """Evaluate a block; derivatives by automatic differentiation, and themselves differentiable."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (rows.r_radial, rows.r_angular, rows.unit)]
+        own = rows._replace(r_radial=leaves[0], r_angular=leaves[1], unit=leaves[2])
+        found = _forward(shape, form, tables, own, derivative=False)
+        energies, _ = _site_energies(shape, tables, found.q, rows.types)
+        along, outward, turn = torch.autograd.grad(energies.sum(), leaves, create_graph=True)
+        return Results(energies, found.q, along, _push(rows, outward, turn))
+
+
+def _push(rows: Rows, outward: Tensor, turn: Tensor) -> Tensor:
+    """∂U_i/∂r_ij, (3, A, v), of derivatives by the distance (A, v) and by the direction's components (3, A, v)."""
     radial_part = products.sum_over_components(turn, rows.unit)
-    push = outward * rows.unit + (turn - radial_part * rows.unit) / rows.r_angular
-    return Results(energies, q, along, push)
+    return outward * rows.unit + (turn - radial_part * rows.unit) / rows.r_angular
 
 
 def _site_energies(shape: Shape, t: Tables, q: Tensor, types: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
 
 import crystals
 from nepcore import synthetic
-from nepcore.backends import forms, mulsum, pairwise
-from nepcore.backends.rows import Rows, Shape, Tables, evaluate
+from nepcore.backends import compiled, forms, mulsum, pairwise
+from nepcore.backends.rows import Results, Rows, Shape, Tables, evaluate, evaluate_by_autograd
 from nepcore.calculator import Calculator
 from nepcore.elements import SYMBOLS
 from nepcore.files.nep_layout import SWITCHES
 from nepcore.physics import products
 from nepcore.potential import NEP
 from nepcore.structures import PROPERTIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TYPES = [1, 2, 16, 40, 89]
 every_form = pytest.mark.parametrize("form", forms.FORMS)
@@ -40,12 +45,14 @@ def blocks_of_rows(nep: NEP, elements: tuple[str, ...], seed: int) -> tuple[Tabl
     return Tables.of(nep, torch.arange(T)), rows
 
 
-def loss_gradients(form: str, nep: NEP, elements: tuple[str, ...]) -> list[torch.Tensor]:
+def loss_gradients(
+    form: str, nep: NEP, elements: tuple[str, ...], function: Callable[..., Results] = evaluate
+) -> list[torch.Tensor]:  # fmt: skip
     for p in nep.parameters():
         p.grad = None
         p.requires_grad_(True)
     tables, rows = blocks_of_rows(nep, elements, 3)
-    out = evaluate(Shape.of(nep), forms.FORMS[form], tables, rows)
+    out = function(Shape.of(nep), forms.FORMS[form], tables, rows)
     weight = torch.linspace(-1.0, 1.0, out.along.numel(), dtype=torch.float64).reshape(out.along.shape)
     loss = (out.energies**2).sum() + (weight * out.along).sum() + (weight * out.push).sum()
     loss.backward()
@@ -71,6 +78,33 @@ def test_parameter_gradients_agree(n_types: int, form: str) -> None:
     wanted = loss_gradients("loop", nep, model.elements)
     assert len(wanted) >= 6
     for found, want in zip(loss_gradients(form, nep, model.elements), wanted, strict=True):
+        assert torch.allclose(found, want, rtol=1e-10, atol=1e-10 * max(1.0, float(want.abs().max())))
+
+
+def traced(shape: Shape, form: object, tables: Tables, rows: Rows) -> Results:
+    """Traced for other sizes than it is called with."""
+    smaller = Rows(*(t[..., :7, :] if t.ndim > 1 else t[:7] for t in rows))
+    return compiled.with_forces_inside(shape, form, tables, smaller)(tables, rows)
+
+
+@pytest.mark.parametrize(
+    ("form", "n_types", "function"),
+    [
+        *[(form, n, evaluate_by_autograd) for form in ("bmm", "mulsum", "density") for n in (1, 3)],
+        *[(form, 2, traced) for form in ("mulsum", "density")],
+    ],
+)
+def test_automatic_derivatives_are_those_of_the_formulas(
+    form: str, n_types: int, function: Callable[..., Results]
+) -> None:
+    model = model_of(n_types, l_max=2, n_max=(2, 1), basis_size=(2, 2), switches=("q222", "q1111"))
+    nep = NEP(model, torch.float64)
+    tables, rows = blocks_of_rows(nep, model.elements, 5)
+    wanted = evaluate(Shape.of(nep), forms.FORMS[form], tables, rows)
+    for found, want in zip(function(Shape.of(nep), forms.FORMS[form], tables, rows), wanted, strict=True):
+        assert torch.allclose(found, want, rtol=1e-10, atol=1e-10)
+    gradients = loss_gradients("loop", nep, model.elements)
+    for found, want in zip(loss_gradients(form, nep, model.elements, function), gradients, strict=True):
         assert torch.allclose(found, want, rtol=1e-10, atol=1e-10 * max(1.0, float(want.abs().max())))
 
 
