@@ -505,9 +505,9 @@ def test_energy_is_conserved_over_2_ps(tmp_path):
     positions = crystal(mixed=False, seed=9)
     quiet = Structure.make(positions.numbers, np.round(positions.positions / 1.3575) * 1.3575, positions.cell, True)
     do = [part for _ in range(200) for part in (["run", 10], ["energy", ""])]
-    with serving(f"si={path}", backend="auto") as server:
+    with serving(f"si={path}") as server:
         setup = ["velocity all create 600 4711 loop all", "fix nve all nve"]
-        kept = Job(tmp_path, server.url, quiet, setup=setup, do=do, computes=False).run()
+        kept = Job(tmp_path, server.url, quiet, ("Si",), setup=setup, do=do, computes=False).run()
     slope = np.polyfit(np.arange(1, 201) * 0.01, kept["energies"], 1)[0]
     assert abs(slope * 2) / 64 < 2e-5
 
