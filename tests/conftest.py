@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Before numpy, torch and numba are imported: two workers of two threads each would fight over two cores.
@@ -18,6 +19,8 @@ for _name in [name for name in os.environ if name.startswith("NEPSERVE_") and na
 # Choices of backends that were measured on this machine are none of the tests' business.
 os.environ["NEPSERVE_CACHE_DIR"] = ""
 os.environ["NEPSERVE_TUNE_SECONDS"] = "0"
+# Code that numba compiled depends on its sources and the processor alone: kept from run to run, shared by workers.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "numba"))
 # Every process that a test starts inherits it, also those whose parent is gone.
 _MARK = "PYTEST_PROCESSES_OF"
 os.environ[_MARK] = uuid.uuid4().hex

@@ -26,7 +26,7 @@ _FINE = 4
 _FAR = 1e12
 """No coordinate or cell that is let in comes near this, Å."""
 
-_MOST_BINS = 3e7
+_MOST_BINS = 1e6
 """Bins in reach of one atom above which a cell is too thin to be meant."""
 
 ATOMS, SHAPE, REACH, PERIODIC, FIRST, FIRST_BIN, FAULT, GRID = 0, 1, 4, 7, 10, 11, 12, 13

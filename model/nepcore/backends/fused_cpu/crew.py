@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ def cores() -> int:
 
 
 class Crew:
-    """``size`` threads, the caller's among them. The others start with the first shared job, and are daemons."""
+    """``size`` threads, the caller's among them. The others start with the first shared job, and are daemons.
+
+    One caller at a time.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -50,6 +54,11 @@ class Crew:
             work(0)
         except BaseException as error:
             failure = error
+        # On a busy machine some have not woken up yet: nothing is left for them to do.
+        with suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
+                others -= 1
         # An interrupt must not leave the others writing into arrays that are used again.
         while others:
             try:

@@ -130,7 +130,8 @@ def invariants(s: Any, stride: int, model: Any, q: Any, width: Width) -> None:
         width: Lanes over n.
     """
     w = len(width)
-    for c in range(0, stride, w):
+    # Backwards: what a vector writes behind the end of its block is then written again, by the block it belongs to.
+    for c in range(stride - w, -1, -w):
         at = model.n_radial + c
         for l in range(1, model.l_max + 1):
             v = load(s, (l * l - 1) * stride + c, width)

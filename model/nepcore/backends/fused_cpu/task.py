@@ -164,11 +164,15 @@ class Task:
                 break
         self._note_coincident(group, blocks, offset)
         if wanted.gradient:
-            hands = hands if len(results.neighbor) > _SHARED_PAIRS else 1
-            table, _ = self.functions.aim(group.counts, blocks.structure, blocks.begin, blocks.end, hands)
-            aims = targets(table)
-            backend.crew.share(lambda _: self.functions.push_neighbors(aims, results, wanted), hands)
+            self._push(group, blocks, results, hands)
         return stop
+
+    def _push(self, group: _Group, blocks: Blocks, results: Results, hands: int) -> None:
+        """Add the forces on the neighbours of a piece's atoms."""
+        hands = hands if len(results.neighbor) > _SHARED_PAIRS else 1
+        table, _ = self.functions.aim(group.counts, blocks.structure, blocks.begin, blocks.end, hands)
+        aims = targets(table)
+        self.backend.crew.share(lambda _: self.functions.push_neighbors(aims, results, self.wanted), hands)
 
     def _note_coincident(self, group: _Group, blocks: Blocks, offset: int) -> None:
         if not blocks.second.any():
