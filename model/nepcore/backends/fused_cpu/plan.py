@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ATOM_WORK = 30.0
 """What an atom costs beside its neighbours, in neighbours."""
 
-PIECE = 0.6e6
+PIECE = 0.3e6
 """Work (atoms × (neighbours + a constant)) of a piece: some tens of milliseconds on one core."""
 
 _BLOCK = 4000.0
