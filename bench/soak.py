@@ -5,8 +5,8 @@
 Clients send structures of 2 to 2,000 atoms, alone and in bodies of up to 64, as interactive and as bulk work, some of
 them with deadlines. One request in a hundred carries a structure that cannot be evaluated, one in ten clients leaves
 in the middle. Every ``--faults`` seconds, in turn: the engine is killed, stopped (so that it hangs), a model is swapped,
-an alias moves, a body of blanks is sent in chunks over the limit, twenty clients drip. Every answer is compared, bit by
-bit, with what the library said of the same structure alone before the start. The model is synthetic: it needs no file.
+an alias moves, a body of blanks is sent in chunks over the limit, twenty clients drip. Every answer is compared, bit
+by bit, with what the library said of the same structure alone before the start. The model is synthetic: it needs no file.
 
 In the second half the engine is left alive, so that its own memory can be judged, too.
 
@@ -119,7 +119,7 @@ class Soak:
         return next((d for i in good if (d := difference(found.slice(i, i + 1), wanted.slice(i, i + 1)))), "")
 
     def leave(self, request: Request, chance: random.Random) -> None:
-        head = f"POST /v1/evaluate HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\nContent-Length: "
+        head = "POST /v1/evaluate HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\nContent-Length: "
         whole = f"{head}{len(request.body)}\r\n\r\n".encode() + request.body
         with contextlib.suppress(OSError), self.server.connect() as sock:
             sock.sendall(whole[: chance.randint(1, len(whole))] if chance.random() < 0.5 else whole)
@@ -208,7 +208,7 @@ def main() -> int:
         requests.append(Request.of(block, wanted, "m"))
     print(f"load of the machine {os.getloadavg()[0]:.1f}, backend {calculator.backend}", flush=True)
     server = ServerProcess(
-        loader="nepcore:load", models=[f"m={path}"], model_dir=str(folder), backend=options.backend, device="cpu",
+        loader="nepcore:load", models=[f"m={path}"], model_dir=str(folder), backend=calculator.backend, device="cpu",
         threads=1, engine_timeout=5, engine_restarts=10_000, receive_timeout=3, max_body_mb=20, max_queue_requests=200,
     )  # fmt: skip
     try:
@@ -257,7 +257,8 @@ def watch(server: ServerProcess, requests: list[Request], options: argparse.Name
     print(f"faults: {turn}; sent {soak.sent}, left {soak.left}, answered {answered - soak.left}, without answer {hung}")
     print(f"wrong: {Counter(soak.wrong).most_common(5) or 'none'}")
     print(f"front: {front_early:.1f} MB in the second quarter, {front_late:.1f} MB in the last ({growth:+.1%})")
-    print(f"engine: {engine_early:.1f} MB in the seventh tenth, {engine_late:.1f} MB in the last ({engine_growth:+.1%})")
+    spans = f"{engine_early:.1f} MB in the seventh tenth, {engine_late:.1f} MB in the last"
+    print(f"engine: {spans} ({engine_growth:+.1%})")
     print(f"queue at the end {left}; exit code {code}")
     lost = hung or answered != soak.sent
     print(f"load of the machine {os.getloadavg()[0]:.1f}")

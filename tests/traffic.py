@@ -20,6 +20,8 @@ from nepserve.wire.problem import CODES
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+    from typing_extensions import Self
+
     from servers import ServerProcess
 
 PROPERTIES = ("energy", "forces", "stress")
@@ -192,7 +194,7 @@ class Load:
         self.outcomes: list[Outcome] = []
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(clients)]
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self

@@ -64,7 +64,7 @@ def test_every_operation(server: ServerProcess, document: dict[str, Any]) -> Non
 
 
 def _excluded() -> list[Any]:
-    """Checks that are about the generator's guess of what ought to be refused, and about keys that this server lacks."""
+    """Checks about the generator's guess of what ought to be refused, and about keys that this server lacks."""
     from schemathesis import checks
 
     checks.load_all_checks()

@@ -68,7 +68,8 @@ def test_sigterm_of_the_product_with_idle_half_sent_and_queued_work(model: Path)
         server.ready(60)
         requests = answered_alone(server, blocks(24, largest=30, seed=32))
         idle, half = server.connect(), server.connect()
-        half.sendall(b"POST /v1/evaluate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{")
+        half.sendall(b"POST /v1/evaluate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        half.sendall(b"Content-Length: 500\r\n\r\n{")
         with no_orphans(server), Load(server, requests, 12, stop_on_refused_connections=True) as load:
             load.wait_for_more(30)
             started = time.monotonic()
@@ -164,7 +165,8 @@ def test_models_are_swapped_under_load(tmp_path: Path) -> None:
             return any(not difference(outcome.found, each[number].wanted) for each in right.values())
 
         with no_orphans(server), Load(server, requests, 8) as load:
-            for name, status in [("a.txt", 201), ("bad.txt", 422), ("b.txt", 201), ("nowhere.txt", 422), ("a.txt", 201)]:
+            names = {"a.txt": 201, "bad.txt": 422, "b.txt": 201, "nowhere.txt": 422}
+            for name, status in [*names.items(), ("a.txt", 201)]:
                 load.wait_for_more(20)
                 answer = post(server, "/v1/models", name="m", path=name)
                 assert answer.status_code == status, answer.text
