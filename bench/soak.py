@@ -4,9 +4,10 @@
 
 Clients send structures of 2 to 2,000 atoms, alone and in bodies of up to 64, as interactive and as bulk work, some of
 them with deadlines. One request in a hundred carries a structure that cannot be evaluated, one in ten clients leaves
-in the middle. Every ``--faults`` seconds, in turn: the engine is killed, stopped (so that it hangs), a model is swapped,
-an alias moves, a body of blanks is sent in chunks over the limit, twenty clients drip. Every answer is compared, bit
-by bit, with what the library said of the same structure alone before the start. The model is synthetic: it needs no file.
+in the middle. Every ``--faults`` seconds, in turn: the engine is killed, stopped (so that it hangs), a model is
+swapped, an alias moves, a body of blanks is sent in chunks over the limit, twenty clients drip. Every answer is
+compared, bit by bit, with what the library said of the same structure alone before the start. The model is synthetic:
+it needs no file.
 
 In the second half the engine is left alive, so that its own memory can be judged, too.
 

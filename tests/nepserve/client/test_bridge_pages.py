@@ -18,6 +18,7 @@ from checkout import ROOT, blocks, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from servers import ServerProcess
 
@@ -36,28 +37,36 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
-def run_python(code: str, server: ServerProcess) -> str:
-    found, output = finish(start("-c", code.replace(URL, server.url), cwd=ROOT))
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with what the pages find in a checkout; LAMMPS leaves its log where it runs."""
+    folder = tmp_path_factory.mktemp("place")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    return folder
+
+
+def run_python(code: str, server: ServerProcess, place: Path) -> str:
+    found, output = finish(start("-c", code.replace(URL, server.url), cwd=place))
     assert found == 0, output
     return output
 
 
 @needs("ase")
-def test_the_page_about_ase(server):
-    output = run_python("\n".join(blocks(ROOT / "docs" / "ase.md", "python")), server)
+def test_the_page_about_ase(server, place):
+    output = run_python("\n".join(blocks(ROOT / "docs" / "ase.md", "python")), server, place)
     assert "BFGS:" in output
 
 
 @needs("lammps")
-def test_the_page_about_lammps(server):
+def test_the_page_about_lammps(server, place):
     [code] = blocks(ROOT / "docs" / "lammps.md", "python")
-    output = run_python(code, server)
+    output = run_python(code, server, place)
     [values] = re.findall(r"^(-?[\d.]+) (-?[\d.]+)$", output, re.MULTILINE)
     assert np.isfinite([float(value) for value in values]).all()
 
 
 @needs("openmm")
-def test_the_page_about_openmm(server):
+def test_the_page_about_openmm(server, place):
     [code] = blocks(ROOT / "docs" / "openmm.md", "python")
     before = (
         "import numpy as np\n"
@@ -65,19 +74,19 @@ def test_the_page_about_openmm(server):
         "cell = (0.5 * np.eye(3)).tolist()\n"
         "positions = [[0, 0, 0], [0.2, 0.2, 0.2]]\n"
     )
-    assert run_python(f"{before}{code}\nprint(context.getStepCount())", server).split()[-1] == "10"
+    assert run_python(f"{before}{code}\nprint(context.getStepCount())", server, place).split()[-1] == "10"
 
 
 @needs("lammps")
-def test_the_example_of_lammps(server):
-    found, output = finish(start("examples/lammps/run.py", "--url", server.url, "--steps", 40, cwd=ROOT))
+def test_the_example_of_lammps(server, place):
+    found, output = finish(start("examples/lammps/run.py", "--url", server.url, "--steps", 40, cwd=place))
     assert found == 0, output
     assert "Loop time" in output
 
 
 @needs("openmm")
-def test_the_example_of_openmm(server):
-    found, output = finish(start("examples/openmm_md.py", "--url", server.url, "--steps", 20, cwd=ROOT))
+def test_the_example_of_openmm(server, place):
+    found, output = finish(start("examples/openmm_md.py", "--url", server.url, "--steps", 20, cwd=place))
     assert found == 0, output
     assert "step     20" in output
 

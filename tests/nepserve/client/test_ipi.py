@@ -469,6 +469,29 @@ def test_a_host_that_hangs_up_between_steps_is_done(server, peer):
     assert running.steps == 0
 
 
+@pytest.mark.parametrize("periodic", [True, False])
+def test_the_socket_calculator_of_ase(server, library, tmp_path, periodic):
+    """It speaks an older dialect: no consolidated messages, INIT without a text of its own, the stress asked back."""
+    pytest.importorskip("ase")
+    from ase import Atoms
+    from ase.calculators.socketio import SocketIOCalculator
+
+    one = crystal(1, cell=SHEARED / 2)
+    atoms = Atoms(one.numbers, one.positions, cell=one.cell if periodic else None, pbc=periodic)
+    name = f"ase-{uuid.uuid4().hex[:12]}"
+    with SocketIOCalculator(unixsocket=name, timeout=60) as calc:
+        running = Running(f"unix:{name}", server.url, one.numbers, pbc=periodic)
+        atoms.calc = calc
+        for shift in (0.0, 0.1):
+            atoms.positions[0] += shift
+            wanted = library.evaluate([atoms], ["energy", "forces", "stress"])
+            assert atoms.get_potential_energy() == pytest.approx(wanted["energy"][0], abs=1e-8)
+            np.testing.assert_allclose(atoms.get_forces(), wanted["forces"], rtol=0, atol=1e-8)
+            if periodic:
+                np.testing.assert_allclose(atoms.get_stress(), wanted["stress"][0], rtol=0, atol=1e-10)
+    assert running.end().error is None
+
+
 @needs_shared
 def test_coordinates_a_hundred_cells_away(peer):
     """i-PI does not wrap: no atom is lost, and forces come in the order of the atoms (public report, i-pi 421)."""
