@@ -21,7 +21,7 @@ REAL = {"loader": "nepcore:load", "backend": "loop", "threads": 1}
 def serves(model: Path, **flags: object) -> str:
     """Start the product, let it answer once and end it; its log."""
     with running(models=[str(model)], **{"device": "cpu", **REAL, **flags}) as server:
-        server.ready(60)
+        server.ready(300)
         outcome = Link(server).ask(Wanted.of(blocks(1)[0]))
         assert (outcome.status, outcome.fault) == (200, "")
         assert server.terminate() == 0
@@ -50,7 +50,8 @@ os.getuid = os.geteuid = lambda: 123456
 """
 
 
-def test_a_user_id_without_a_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["loop", pytest.param("auto", marks=pytest.mark.slow)])
+def test_a_user_id_without_a_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """As in a container that runs with a random user id: no passwd entry, no home, in the front and in the engine."""
     (tmp_path / "sitecustomize.py").write_text(_NAMELESS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -59,7 +60,7 @@ def test_a_user_id_without_a_name(model: Path, tmp_path: Path, monkeypatch: pyte
     asked = "import getpass; getpass.getuser()"
     refused = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False, timeout=60)
     assert "uid not found" in refused.stderr, "the test does not do what it says"
-    serves(model, backend="auto")
+    serves(model, backend=backend)
 
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
