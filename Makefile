@@ -20,6 +20,8 @@ TESTS ?=
 WORKERS ?= 2
 # What is installed for tests and checks; with `bridges` also the programs that nepserve is a force engine of.
 TEST_EXTRAS ?= test,docs
+# Of `make bench`: scripts of bench/, by name; ARGS go to each.
+BENCH ?= cpu http load
 
 RUN := $(VENV)/bin
 PIP = $(RUN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
@@ -57,8 +59,8 @@ format: $(TEST_READY) ## Put code and generated tables into the project's format
 	$(RUN)/ruff format .
 	$(RUN)/python docs/settings_table.py --write
 
-bench: $(BENCH_READY) ## Measure what the README states; ARGS go to the scripts.
-	@for script in $$(grep -l __main__ bench/*.py); do echo "== $$script"; $(RUN)/python $$script $(ARGS) || exit; done
+bench: $(BENCH_READY) ## Measure; one script: BENCH=http ARGS="--calls 100".
+	@for script in $(BENCH); do echo "== bench/$$script.py"; $(RUN)/python bench/$$script.py $(ARGS) || exit; done
 
 docs: $(TEST_READY) ## Build the documentation into site/.
 	$(RUN)/mkdocs build --strict --quiet
