@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from .backends.resolve import Resolved
     from .files.nep_txt import NepFile
+
+_logger = logging.getLogger("nepcore")
 
 _CPU_WORKING_SET = 48e6
 """Bytes of intermediate arrays on a CPU: about what stays in its caches; more is slower, not faster."""
@@ -121,6 +124,7 @@ class Calculator:
         fresh = {"unmeasured", "measured", "cached"} if again else {"unmeasured"}
         if seconds <= 0.0 or self._resolved.how not in fresh:
             return
+        _logger.info("measuring the backends for about %.0f s: once for this machine and kind of model", seconds)
         self._resolved = yield from resolve.tune(
             self._resolved, self.model, torch.device(self.device), self.dtype, self._memory, seconds
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -53,6 +54,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), WRONG)
     except (NepError, OSError) as error:
         _fail(str(error), FAILED)
+    except Exception as error:
+        # The client is imported by the commands that talk to a server; the others do not wait for it.
+        told = _of_a_server(error)
+        if told is None:
+            raise
+        _fail(told, FAILED)
+
+
+def _of_a_server(error: Exception) -> str | None:
+    """What to say of an error that the client raised on purpose; None if it is another one."""
+    from .client.errors import NepserveError, ServerError
+
+    if not isinstance(error, NepserveError):
+        return None
+    key = " The key is given with --api-key or NEPSERVE_API_KEY."
+    refused = isinstance(error, ServerError) and error.status == HTTPStatus.UNAUTHORIZED
+    return " ".join(str(error).split()) + (key if refused else "")
 
 
 def build(*, serve_flags: bool = True) -> typer.Typer:
@@ -190,6 +208,8 @@ def predict(
         _fail("give a model: --model nep.txt (or --url of a server)", WRONG)
     if model is not None and url is None:
         model = str(locate(Path(model)))
+    if url is not None:
+        _check_server(url, api_key)
     chosen = run.DEFAULT_PROPERTIES if properties is None else tuple(w.strip() for w in properties.split(","))
     try:
         result = run.predict(
@@ -203,6 +223,18 @@ def predict(
             print(line, file=sys.stderr)  # noqa: T201
     if result.failed:
         sys.exit(FAILED)
+
+
+def _check_server(url: str, api_key: str | None) -> None:
+    """Refuse an address or a key that no server can have, before a file is opened."""
+    from .client.address import parse_address
+    from .client.options import check_key
+
+    try:
+        parse_address(url)
+        check_key(api_key)
+    except ValueError as error:
+        _fail(str(error), WRONG)
 
 
 def _summary(result: PredictResult) -> list[str]:

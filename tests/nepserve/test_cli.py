@@ -181,7 +181,33 @@ def test_predict_by_a_server(model: Path, structures: Path) -> None:
         assert done.returncode == 0, done.stderr
         here = run("predict", str(structures), "-m", str(model), "--backend", "loop", "-q", "-p", "energy,forces")
         assert energies(done.stdout) == pytest.approx(energies(here.stdout), abs=1e-12)
-    assert run("predict", str(structures), "--url", server.url, "-q").returncode != 0
+        # What the server says no to is one line, too.
+        assert "'nobody'" in one_line(run("predict", str(structures), "-m", "nobody", "--url", server.url, "-q"), 1)
+    assert "Is the server running" in one_line(run("predict", str(structures), "--url", server.url, "-q"), 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--url", "127.0.0.1:8000"),
+        ("--url", "http://127.0.0.1:x"),
+        ("--url", "http://[::1"),
+        ("--url", "unix:/socket"),
+        ("--url", "http://127.0.0.1:9", "--api-key", "two words"),
+    ],
+    ids=" ".join,
+)
+def test_predict_refuses_an_address_in_one_line(structures: Path, words: tuple[str, ...]) -> None:
+    one_line(run("predict", str(structures), *words, "-q"), 2)
+
+
+def test_predict_without_the_key_names_its_flag(model: Path, structures: Path) -> None:
+    with running(models=[str(model)], api_keys=["me:0123456789abcdef"]) as server:
+        server.wait_for("ready after", 60)
+        told = one_line(run("predict", str(structures), "--url", server.url, "-q"), 1)
+        assert "401" in told
+        assert "--api-key" in told
+        assert "NEPSERVE_API_KEY" in told
 
 
 def test_env() -> None:

@@ -177,7 +177,7 @@ def measure(
         dtype: ``float32`` or ``float64``.
         memory: Bytes for intermediate arrays, as for the backends.
         seconds: Budget. A candidate whose preparation does not fit into what is left is not tried; one that began is
-            let finish its batch.
+            let finish its batch, and the first one all of them: a choice is made, however slow the machine.
         among: The candidates; left out, all of them. They are tried by rank.
         batches: What to measure on, instead of :func:`representative`.
         clock: Seconds.
@@ -223,6 +223,7 @@ class _Run:
         self.clock = clock
         self.reference: list[Predictions | None] = []
         self.best: dict[str, float] = {}
+        self.anyone_finished = False
 
     def refer(self) -> None:
         """Compute float64 values: of the small batches on the CPU, of large ones on the device."""
@@ -258,10 +259,11 @@ class _Run:
                     row.verdict = f"wrong: {timing.error:.3g} times the error that is allowed, on {batch.name}"
                     return
                 self._time(backend, batch, timing)
-                if self.clock() > deadline:
+                if self.clock() > deadline and self.anyone_finished:
                     left = [b.name for b in self.batches[len(row.timings) :]]
                     row.verdict = f"not measured for lack of time: {', '.join(left)}" if left else ""
                     return
+            self.anyone_finished = True
         except Exception as error:  # whatever a candidate raises, the others are to be measured
             row.verdict = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             logger.debug("the backend %s failed", candidate.name, exc_info=error)

@@ -117,9 +117,11 @@ class Driver:
             self._check_count(self._integer("POSDATA", 1 << 30))
         positions = np.frombuffer(self._receive(24 * B * self._n_atoms)).reshape(B, self._n_atoms, 3)
         for box, inverse in boxes:
-            # Says early, and at no cost, that the two sides disagree about what comes where.
-            if np.isfinite(box).all() and np.linalg.det(box) and not np.allclose(box @ inverse, np.eye(3), atol=1e-5):
-                raise ProtocolError("i-PI sent a cell and an inverse that do not belong together")
+            # Says early, and at no cost, that the two sides disagree about what comes where. ASE sends the transposed.
+            if np.isfinite(box).all() and np.linalg.det(box):
+                products = box @ inverse, box @ inverse.T
+                if not any(np.abs(product - np.eye(3)).max() < 1e-5 for product in products):
+                    raise ProtocolError("i-PI sent a cell and an inverse that do not belong together")
         return positions * BOHR, boxes[:, 0].transpose(0, 2, 1) * BOHR
 
     def _check_count(self, n: int) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from .forcefield import Evaluator, Forces
+    from .forcefield import Evaluator
     from .http import Client
 
 # Of LAMMPS' library interface: LMP_ERROR_ALL and LMP_SIZE_COLS.
@@ -136,7 +136,11 @@ class Attached:
         self._property = None if full_virials is None else f"d2_{full_virials}"
         self._raising = False
         self._field: Evaluator | None = None
-        self._known: tuple[bytes, tuple[int, ...]] | None = None
+        self._known: tuple[NDArray[np.uint8], tuple[int, ...]] | None = None
+        self._shares: _Shares | None = None
+        # What the order of the atoms was worked out from, and the order.
+        self._tags = self._types = np.zeros(0, np.int64)
+        self._order: tuple[NDArray[np.intp], NDArray[np.uint8]] | None = None
 
     def run(self, what: int | str) -> None:
         """Run so many steps, or another command that runs (``minimize 0 1e-6 100 1000``).
@@ -178,30 +182,24 @@ class Attached:
     def _step(self, n: int, tags: NDArray[Any], x: NDArray[np.float64], f: NDArray[np.float64]) -> None:
         """One step: all atoms to rank 0, forces from the server, and back to where the atoms are."""
         types = self._lmp.numpy.extract_atom("type")[:n] if n else np.zeros(0, np.int32)
+        if self._shares is None or len(self._shares.energies) != n:
+            self._shares = _Shares(n, self._property is not None)
+        shares = self._shares
         if self._comm is None:
-            energy, virial, rows = self._evaluate(tags[:n], types, x[:n])
+            energy, virial = self._evaluate(tags[:n], types, x[:n], f, shares)
         else:
-            energy, virial, rows = self._together(n, tags, types, x)
-        # Force, and, with per_atom, energy and six components of the virial of each atom of this rank.
-        f[:] = rows[:, :3]
+            energy, virial = self._together(tags[:n], types, x[:n], f, shares)
         if self._property is not None:
-            self._store(n, rows[:, 10:])
+            self._store(n, shares.nine)
+        # LAMMPS' own wrappers copy number by number in Python, which takes longer than the physics.
         library, pointer = self._lmp.lib, self._lmp.lmp
-        self._lmp.fix_external_set_energy_global(self._fix.decode(), energy)
-        self._lmp.fix_external_set_virial_global(self._fix.decode(), virial)
-        # LAMMPS' own wrappers of these two copy number by number in Python, which takes longer than the physics.
-        energies = np.ascontiguousarray(rows[:, 3])
-        virials = np.ascontiguousarray(rows[:, 4:10])
-        addresses = (virials.ctypes.data + 48 * np.arange(max(n, 1))).astype(np.uintp)
-        library.lammps_fix_external_set_energy_peratom(
-            pointer, self._fix, energies.ctypes.data_as(ctypes.POINTER(ctypes.c_double))
-        )
-        library.lammps_fix_external_set_virial_peratom(
-            pointer, self._fix, addresses.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_double)))
-        )
+        library.lammps_fix_external_set_energy_global(pointer, self._fix, energy)
+        library.lammps_fix_external_set_virial_global(pointer, self._fix, (ctypes.c_double * 6)(*virial))
+        library.lammps_fix_external_set_energy_peratom(pointer, self._fix, shares.energies_pointer)
+        library.lammps_fix_external_set_virial_peratom(pointer, self._fix, shares.six_pointer)
         self.calls += 1
 
-    def _store(self, n: int, virials: NDArray[np.float64]) -> None:
+    def _store(self, n: int, virials: NDArray[np.float64] | None) -> None:
         name = self._property
         if self._lmp.extract_atom_size(name, _COLUMNS) != 9:
             raise ValueError(f"there is no {name} of nine columns; define it: fix ID all property/atom {name} 9")
@@ -209,58 +207,80 @@ class Attached:
             self._lmp.numpy.extract_atom(name)[:n] = virials
 
     def _together(
-        self, n: int, tags: NDArray[Any], types: NDArray[Any], x: NDArray[np.float64]
-    ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
+        self, tags: NDArray[Any], types: NDArray[Any], x: NDArray[np.float64], f: NDArray[np.float64], shares: _Shares
+    ) -> tuple[float, list[float]]:
         """:meth:`_evaluate` for all ranks; every one of them raises if rank 0 did."""
-        parts = self._comm.gather((tags[:n].copy(), types.copy(), x[:n].copy()), root=0)
+        parts = self._comm.gather((tags.copy(), types.copy(), x.copy()), root=0)
         answer: Any = None
         pieces: list[Any] | None = None
         if parts is not None:
             try:
-                energy, virial, rows = self._evaluate(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-                pieces = np.split(rows, np.cumsum([len(part[0]) for part in parts])[:-1])
-                answer = energy, virial
-            except BaseException as error:
+                ids, kinds, places = (np.concatenate(column) for column in zip(*parts, strict=True))
+                forces, whole = np.zeros_like(places), _Shares(len(ids), shares.nine is not None)
+                answer = self._evaluate(ids, kinds, places, forces, whole)
+                ends = np.cumsum([len(part[0]) for part in parts])[:-1]
+                pieces = list(zip(*(np.split(array, ends) for array in (forces, *whole.arrays)), strict=True))
+            except BaseException as error:  # the others wait for what is broadcast here, whatever happened
                 answer = error
         answer = self._comm.bcast(answer, root=0)
         if isinstance(answer, BaseException):
             raise answer
-        return (*answer, self._comm.scatter(pieces, root=0))
+        for target, piece in zip((f, *shares.arrays), self._comm.scatter(pieces, root=0), strict=True):
+            target[:] = piece
+        energy, virial = answer
+        return energy, virial
 
     def _evaluate(
-        self, tags: NDArray[Any], types: NDArray[Any], x: NDArray[np.float64]
-    ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-        """Energy, virial (6,) and rows (n, 19) of each atom: force, energy, virial in six and in nine components.
-
-        In LAMMPS' units and order.
-        """
-        if len(tags) and int(tags.min()) < 1:
-            raise ValueError("the atoms have no ids (atom_modify id no), by which their order is known")
-        z = self._numbers[types]
-        used = np.flatnonzero(z)
-        order = used[np.argsort(tags[used], kind="stable")]
-        rows = np.zeros((len(tags), 19))
+        self, tags: NDArray[Any], types: NDArray[Any], x: NDArray[np.float64], f: NDArray[np.float64], shares: _Shares
+    ) -> tuple[float, list[float]]:
+        """Energy and virial (6), in LAMMPS' units and order; those of atoms, and forces, go to where they belong."""
+        order, z = self._sorted(tags, types)
+        if len(order) < len(tags):
+            for array in (f, *shares.arrays):
+                array[:] = 0.0
         if not self._per_atom:
-            rows[:, 3:] = np.nan
+            for array in shares.arrays:
+                array[:] = np.nan
         if not len(order):
-            return 0.0, np.zeros(6), rows
+            return 0.0, [0.0] * 6
         low, high, xy, yz, xz, periodic, _ = self._lmp.extract_box()
-        side = np.subtract(high, low)
-        cell = np.array([[side[0], 0.0, 0.0], [xy, side[1], 0.0], [xz, yz, side[2]]])
-        found = self._evaluator(z[order], tuple(periodic)).one(x[order], cell)
-        rows[order] = _rows(found, self._per_atom) / self._unit
-        return found.energy / self._unit, components(found.virial, LAMMPS_ORDER) / self._unit, rows
+        cell = np.array([
+            [high[0] - low[0], 0.0, 0.0], [xy, high[1] - low[1], 0.0], [xz, yz, high[2] - low[2]],
+        ])  # fmt: skip
+        found = self._evaluator(z, tuple(periodic)).one(x[order], cell)
+        scale = 1.0 / self._unit
+        f[order] = found.forces * scale
+        if self._per_atom:
+            assert found.energies is not None
+            assert found.virials is not None
+            shares.energies[order] = found.energies * scale
+            shares.six[order] = components(found.virials, LAMMPS_ORDER) * scale
+            if shares.nine is not None:
+                shares.nine[order] = found.virials.reshape(-1, 9) * scale
+        return found.energy * scale, (components(found.virial, LAMMPS_ORDER) * scale).tolist()
+
+    def _sorted(self, tags: NDArray[Any], types: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.uint8]]:
+        """Where the atoms that count are, in the order of their ids, and their atomic numbers."""
+        if self._order is None or not (np.array_equal(tags, self._tags) and np.array_equal(types, self._types)):
+            if len(tags) and int(tags.min()) < 1:
+                raise ValueError("the atoms have no ids (atom_modify id no), by which their order is known")
+            z = self._numbers[types]
+            used = np.flatnonzero(z)
+            order = used[np.argsort(tags[used], kind="stable")]
+            self._order = order, z[order]
+            self._tags, self._types = tags.copy(), types.copy()
+        return self._order
 
     def _evaluator(self, z: NDArray[np.uint8], periodic: tuple[int, ...]) -> Evaluator:
-        known = z.tobytes(), periodic
-        if self._field is None or known != self._known:
+        same = self._known is not None and self._known[1] == periodic and np.array_equal(self._known[0], z)
+        if self._field is None or not same:
             if self._field is not None:
                 self._field.close()
             self._field = evaluator(
                 self._client, z, np.array(periodic, bool), model=self._model, temperature=self._temperature,
                 per_atom=self._per_atom,
             )  # fmt: skip
-            self._known = known
+            self._known = z, periodic
         return self._field
 
     def _stop(self, step: int) -> None:
@@ -276,16 +296,26 @@ class Attached:
         self._lmp.lib.lammps_error(self._lmp.lmp, _ERROR_ALL, text.encode())
 
 
-def _rows(found: Forces, per_atom: bool) -> NDArray[np.float64]:
-    rows = np.full((len(found.forces), 19), np.nan)
-    rows[:, :3] = found.forces
-    if per_atom:
-        assert found.energies is not None
-        assert found.virials is not None
-        rows[:, 3] = found.energies
-        rows[:, 4:10] = components(found.virials, LAMMPS_ORDER)
-        rows[:, 10:] = found.virials.reshape(-1, 9)
-    return rows
+class _Shares:
+    """Values of the atoms of one rank, in memory that LAMMPS reads.
+
+    Attributes:
+        energies: (n,).
+        six: Virials in LAMMPS' six components, (n, 6).
+        nine: Virials, (n, 9); None if nobody wants them.
+        arrays: Those that there are.
+        energies_pointer: Address of ``energies``, for C.
+        six_pointer: Addresses of the rows of ``six``, for C.
+    """
+
+    def __init__(self, n: int, nine: bool) -> None:
+        self.energies = np.zeros(n)
+        self.six = np.zeros((n, 6))
+        self.nine = np.zeros((n, 9)) if nine else None
+        self.arrays = [self.energies, self.six, *([] if self.nine is None else [self.nine])]
+        self.energies_pointer = self.energies.ctypes.data_as(ctypes.POINTER(ctypes.c_double))
+        self._rows = (self.six.ctypes.data + 48 * np.arange(max(n, 1))).astype(np.uintp)
+        self.six_pointer = self._rows.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_double)))
 
 
 def _numbers(elements: Sequence[str | None], n_types: int) -> NDArray[np.uint8]:

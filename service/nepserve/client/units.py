@@ -6,6 +6,7 @@ that went through two codes comes back as it was.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,8 +41,16 @@ ASE_ORDER = ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1))
 
 def components(tensor: NDArray[np.float64], order: tuple[tuple[int, int], ...]) -> NDArray[np.float64]:
     """The six components of the symmetric part of (..., 3, 3) tensors, (..., 6)."""
+    flat = tensor.reshape(*tensor.shape[:-2], 9)
+    above, below = _places(order)
+    return np.asarray(0.5 * (flat.take(above, -1) + flat.take(below, -1)))
+
+
+@cache
+def _places(order: tuple[tuple[int, int], ...]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Where the components and their mirror images are among the nine."""
     rows, columns = np.array(order).T
-    return np.asarray(0.5 * (tensor[..., rows, columns] + tensor[..., columns, rows]))
+    return 3 * rows + columns, 3 * columns + rows
 
 
 def stress(virial: NDArray[np.float64], cell: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -45,19 +45,20 @@ def pairs_of(backend: FusedCPU, structure: Structure) -> list[list[tuple[int, tu
 
     class Spy(task.Task):
         def _push(self, group: Any, blocks: Any, results: Any, hands: int) -> None:
-            kept.update(blocks=blocks, results=results)
+            kept.update(order=group.bins.order, blocks=blocks, results=results)
             super()._push(group, blocks, results, hands)
 
-    pieces = []
+    near: dict[int, list[tuple[int, tuple[float, ...]]]] = {}
     spy = Spy(backend, Structures.pack([structure]), frozenset(("forces", "virials")))
     for _ in spy.run():
         blocks, results = kept["blocks"], kept["results"]
-        for i in range(int(blocks.begin[0]), int(blocks.end[-1])):
-            a = int(results.pair_start[i])
-            b = a + int(results.pair_count[i])
+        for place in range(int(blocks.begin[0]), int(blocks.end[-1])):
+            a = int(results.pair_start[place])
+            b = a + int(results.pair_count[place])
             j = results.neighbor[a:b].tolist()
-            pieces.append(list(zip(j, map(tuple, results.edge[3 * a : 3 * b].reshape(-1, 3).tolist()), strict=True)))
-    return pieces
+            edges = map(tuple, results.edge[3 * a : 3 * b].reshape(-1, 3).tolist())
+            near[int(kept["order"][place])] = list(zip(j, edges, strict=True))
+    return [near[i] for i in range(len(structure))]
 
 
 def brute_force(structure: Structure) -> list[list[tuple[int, tuple[float, ...]]]]:

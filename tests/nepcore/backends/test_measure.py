@@ -156,6 +156,15 @@ def test_time_runs_out() -> None:
     assert said["absent"] == "not here: it needs another device"
 
 
+def test_a_slow_machine_makes_a_choice_all_the_same() -> None:
+    clock = Clock()
+    slow = plant("slow", clock, 100.0, 400.0, rank=-1)
+    late = plant("late", clock, 0.1, 0.1, rank=2)
+    report, _ = run([late, slow], clock, seconds=3.0)
+    assert report.choice == {"small": "slow", "large": "slow"}
+    assert verdicts(report)["late"].startswith("not tried")
+
+
 def test_nothing_to_choose_from() -> None:
     report, _ = run([], Clock())
     assert report.choice == {}

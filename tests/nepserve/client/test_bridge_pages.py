@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,6 @@ from checkout import ROOT, blocks, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from servers import ServerProcess
 
@@ -111,6 +111,8 @@ def test_the_example_of_ipi(server, tmp_path):
         if host.poll() is None:
             host.kill()
             host.communicate()
+        # i-PI leaves it behind.
+        Path(f"/tmp/ipi_{name}").unlink(missing_ok=True)
     assert found == 0, output
     assert code == 0, said
     table = np.loadtxt(folder / "silicon.out")

@@ -9,6 +9,7 @@ import time
 import uuid
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +30,6 @@ from nepserve.client.forcefield import Forces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from servers import ServerProcess
 
@@ -144,6 +144,8 @@ class Host:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.communicate()
+        if self.address.startswith("unix:"):
+            Path(bridge.parse_address(self.address).path).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -523,4 +523,4 @@ def test_atoms_without_ids_are_an_error():
     numbers = np.array([0, 14], np.uint8)
     attached = bridge.Attached(None, "nep", None, numbers, 1.0, None, None, None, True, None)
     with pytest.raises(ValueError, match="no ids"):
-        attached._evaluate(np.zeros(3, int), np.ones(3, int), np.zeros((3, 3)))
+        attached._sorted(np.zeros(3, int), np.ones(3, int))

@@ -33,12 +33,12 @@ class Wanted(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Pieces of work: consecutive atoms of one structure, and where their pairs go. All int64."""
+    """Pieces of work: atoms of one structure, consecutive in its bins, and where their pairs go. All int64."""
 
     number: int
     counter: Any  # (1,): the block to be done next
     structure: Any  # (b,)
-    begin: Any  # first atom
+    begin: Any  # first sorted place
     end: Any
     start: Any  # first pair
     room: Any  # pairs that fit
@@ -57,7 +57,7 @@ class Results(NamedTuple):
     virial: Any  # (N, 9): −Σ_j r_ij ⊗ ∂U_i/∂r_ij, booked on the centre
     virials: Any  # (N, 9): booked on the neighbour
     descriptors: Any  # compute dtype, (N, D)
-    pair_start: Any  # int64, (N,)
+    pair_start: Any  # int64, (N,), by sorted place
     pair_count: Any  # int64, (N,)
     neighbor: Any  # int32, (pairs,)
     gradient: Any  # compute dtype, (pairs, 3)
@@ -91,7 +91,8 @@ def evaluate_blocks(
         # Atoms of one type after the other: their coefficients and weights stay in the cache.
         for t in range(present.number):
             kind = present.types[t]
-            for i in range(blocks.begin[b], blocks.end[b]):
+            for place in range(blocks.begin[b], blocks.end[b]):
+                i = np.int64(bins.order[place])
                 if bins.types[i] != kind:
                     continue
                 count = find(bins, s, i, model.cutoff, found, _SEARCH)
@@ -137,8 +138,8 @@ def evaluate_blocks(
                     results.own[3 * i] = x
                     results.own[3 * i + 1] = y
                     results.own[3 * i + 2] = z
-                    results.pair_start[i] = at - n
-                    results.pair_count[i] = n
+                    results.pair_start[place] = at - n
+                    results.pair_count[place] = n
                     pairs += n
                     if wanted.virial:
                         site_virial(site, stride, n, widths.full)
@@ -151,7 +152,7 @@ _SEARCH = (0,) * 16
 
 
 class Targets(NamedTuple):
-    """Ranges of atoms that receive forces, and the centres they come from. All int64."""
+    """Ranges of atoms that receive forces, and the sorted places of the centres they come from. All int64."""
 
     number: int
     counter: Any  # (1,): the range to be done next
@@ -164,7 +165,7 @@ class Targets(NamedTuple):
 
 @inner
 def push_neighbors(arrays: Targets, out: Results, wanted: Wanted) -> None:
-    """Add what centres do to their neighbours: for every atom in the order of the centres, then of their pairs."""
+    """Add what centres do to their neighbours: for every atom in the order of the centres in the bins, then of pairs."""
     targets = bare(arrays)
     results = bare(out)
     while True:
@@ -173,9 +174,9 @@ def push_neighbors(arrays: Targets, out: Results, wanted: Wanted) -> None:
             return
         low = targets.low[t]
         high = targets.high[t]
-        for i in range(targets.begin[t], targets.end[t]):
-            p = results.pair_start[i]
-            end = p + results.pair_count[i]
+        for place in range(targets.begin[t], targets.end[t]):
+            p = results.pair_start[place]
+            end = p + results.pair_count[place]
             if targets.whole[t] == 0:
                 p = _lower_bound(results.neighbor, p, end, low)
                 end = _lower_bound(results.neighbor, p, end, high)

@@ -48,11 +48,11 @@ def expect(counts: Any, cells: Any, pbc: Any, cutoff: float) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Blocks of consecutive atoms of one structure each, (b,) int64.
+    """Blocks of atoms of one structure each, consecutive in its bins, (b,) int64.
 
     Attributes:
         structure: Structure the atoms belong to.
-        begin, end: Range of atoms.
+        begin, end: Range of sorted places; those of a structure are numbered as its atoms are.
         pairs: Pairs to make room for.
         total: Work up to each block, (b + 1,) float64.
     """
@@ -126,7 +126,7 @@ def aim(counts: Any, structure: Any, begin: Any, end: Any, hands: int) -> Any:
     """Ranges of atoms that receive forces from blocks: a structure each, or, of a large one, a part a thread.
 
     Returns:
-        Rows: first and last atom (exclusive), first and last centre (exclusive), whether that is the whole structure.
+        Rows: first and last atom (exclusive), first and last place of centres (exclusive), whether that is all.
     """
     blocks = len(structure)
     atoms = end[blocks - 1] - begin[0]

@@ -182,12 +182,9 @@ class Task:
             s = int(blocks.structure[b])
             low = int(ends[s] - group.counts[s])
             i, j = sorted((int(blocks.first[b]) - low, int(blocks.second[b]) - 1 - low))
-            whose = f"atoms {i + 1} and {j + 1} coincide" if i != j else f"atom {i + 1} coincides with its own image"
-            reason = f"positions: {whose} (closer than {neighbors.COINCIDENT:g} Å)"
-            atoms = (i, j) if i != j else (i,)
-            self.errors.setdefault(
-                s + offset, StructureError("coincident_atoms", reason, field="positions", atoms=atoms)
-            )
+            before = self.errors.get(s + offset)
+            if before is None or (i, j) < (before.atoms[0], before.atoms[-1]):
+                self.errors[s + offset] = _coincident(i, j)
 
     def predictions(self) -> Predictions:
         """What was asked for; rows of structures that failed are NaN."""
@@ -205,6 +202,12 @@ class Task:
                 rows = slice(structures.offsets[i], structures.offsets[i + 1]) if name in PER_ATOM else slice(i, i + 1)
                 array[rows] = np.nan
         return Predictions(structures.counts, values, structures.fully_periodic, self.errors)
+
+
+def _coincident(i: int, j: int) -> StructureError:
+    whose = f"atoms {i + 1} and {j + 1} coincide" if i != j else f"atom {i + 1} coincides with its own image"
+    reason = f"positions: {whose} (closer than {neighbors.COINCIDENT:g} Å)"
+    return StructureError("coincident_atoms", reason, field="positions", atoms=(i, j) if i != j else (i,))
 
 
 def _plain(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
