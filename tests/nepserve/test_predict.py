@@ -304,6 +304,8 @@ def test_progress_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
+    # Wide enough for the path, however deep the folder of a test lies.
+    monkeypatch.setenv("COLUMNS", "400")
     predict(source(tmp_path, frame(0)), None, tmp_path / "out.xyz", calculator=Springs())
     assert "in.xyz" in screen.getvalue()
 
