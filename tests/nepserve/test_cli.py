@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nepcore
+from nepserve.cli import main
 from nepserve.settings import FIELDS, flag_of
 from servers import running, write_model
 
@@ -192,13 +193,20 @@ def test_predict_by_a_server(model: Path, structures: Path) -> None:
         ("--url", "127.0.0.1:8000"),
         ("--url", "http://127.0.0.1:x"),
         ("--url", "http://[::1"),
-        ("--url", "unix:/socket"),
+        ("--url", "unix://socket"),
         ("--url", "http://127.0.0.1:9", "--api-key", "two words"),
     ],
     ids=" ".join,
 )
-def test_predict_refuses_an_address_in_one_line(structures: Path, words: tuple[str, ...]) -> None:
-    one_line(run("predict", str(structures), *words, "-q"), 2)
+def test_predict_refuses_an_address_in_one_line(
+    structures: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["predict", str(structures), *words, "-q"])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("nepserve: ")
+    assert told.count("\n") == 1
 
 
 def test_predict_without_the_key_names_its_flag(model: Path, structures: Path) -> None:
