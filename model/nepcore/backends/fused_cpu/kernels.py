@@ -165,7 +165,7 @@ class Targets(NamedTuple):
 
 @inner
 def push_neighbors(arrays: Targets, out: Results, wanted: Wanted) -> None:
-    """Add what centres do to their neighbours: for every atom in the order of the centres in the bins, then of pairs."""
+    """Add what centres do to their neighbours, in the order of the centres in the bins, then of their pairs."""
     targets = bare(arrays)
     results = bare(out)
     while True:
