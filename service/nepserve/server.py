@@ -46,6 +46,7 @@ ENGINE_SECONDS = 2.0
 
 ABORTED = 130
 GAVE_UP = 1
+WRONG = 2
 
 # mallopt(3)
 _M_TRIM_THRESHOLD = -1
@@ -55,7 +56,8 @@ _M_MMAP_THRESHOLD = -3
 def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
     """Serve until told to stop; returns the exit code.
 
-    0 after SIGTERM or SIGINT, 1 if the engine cannot be kept alive, 130 if a second SIGINT ended it at once.
+    0 after SIGTERM or SIGINT, 1 if the engine cannot be kept alive, 2 if a model cannot be loaded with these settings,
+    130 if a second SIGINT ended it at once.
 
     Raises:
         SettingsError, ModelNameError, ModelFileError: The server cannot start.
@@ -233,7 +235,7 @@ class _Process:
         from .app.connection import Connection, sweep
         from .app.factory import create_app
         from .app.service import Service
-        from .supervision import EngineGaveUpError
+        from .supervision import EngineGaveUpError, UnusableModelError
 
         service = Service(self.settings, registry, dispatcher, supervisor, self.keys)
         service.observe()
@@ -255,6 +257,8 @@ class _Process:
                 if keeping.done():
                     with contextlib.suppress(EngineGaveUpError):
                         keeping.result()
+                    if isinstance(keeping.exception(), UnusableModelError):
+                        self.code = WRONG
                     log.error("%s", keeping.exception())
         finally:
             server.should_exit = True

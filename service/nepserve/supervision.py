@@ -39,12 +39,19 @@ CPU_BATCH, GPU_BATCH = 0.1, 0.02
 
 _TUNE_SECONDS = "NEPSERVE_TUNE_SECONDS"
 
+STOP_SECONDS = 10.0
+"""What an engine without work may take to end."""
+
 HEARTBEAT = 2.0
 """Seconds between two looks at the engine."""
 
 
 class EngineGaveUpError(RuntimeError):
     """The engine failed too often, or cannot serve what it was asked to; the server ends."""
+
+
+class UnusableModelError(EngineGaveUpError):
+    """A model cannot be loaded with the settings of this server: file, device, dtype or backend is wrong."""
 
 
 class Supervisor:
@@ -140,7 +147,8 @@ class Supervisor:
         """Serve models, each with its dtype, for as long as the server lives.
 
         Raises:
-            EngineGaveUpError: A model cannot be served here, or the engine failed too often.
+            UnusableModelError: A model cannot be served here.
+            EngineGaveUpError: The engine failed too often.
         """
         self._waiting = [self.registry.new_version(source, dtype) for source, dtype in sources]
         self._versions = {version.key: version for version in self._waiting}
@@ -238,8 +246,9 @@ class Supervisor:
         except (ModelFileError, ModelError) as error:
             # At the first start nothing is served yet, and the same model would fail again.
             if self._first:
-                link.kill("a model cannot be served")
-                raise EngineGaveUpError(str(error)) from error
+                # Nothing is wrong with the engine: it ends as it does when the server stops.
+                await link.stop(STOP_SECONDS)
+                raise UnusableModelError(str(error)) from error
             cause = str(error)
         else:
             cause = "the engine ended"

@@ -189,8 +189,10 @@ def test_a_port_in_use(shared: ServerProcess) -> None:
 
 def test_a_model_that_does_not_load_ends_the_server(model: Path) -> None:
     with running(models=[str(model)], stand_in={"load_error": "model"}) as server:
-        assert server.wait(30) == 1
-        assert "no such backend" in server.log
+        assert server.wait(30) == 2
+        errors = [line for line in server.lines if "error" in line or "warning" in line]
+        assert len(errors) == 1, server.log
+        assert "no such backend" in errors[0]
         assert "Traceback" not in server.log
 
 
