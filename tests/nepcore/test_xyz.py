@@ -612,3 +612,16 @@ def test_a_file_without_lines_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(InputFileError, match="a line is longer than 10,000 bytes"):
         list(xyz.read_blocks(Zeros()))  # type: ignore[arg-type]
+
+
+def test_reading_stops_at_a_bound_before_numbers_are_read() -> None:
+    text = frame(CELL) + frame(CELL, "Si 0 0 x\n") + "1\n"
+    with pytest.raises(xyz.TooManyError) as caught:
+        xyz.parse(text, max_frames=1)
+    assert (caught.value.frames, caught.value.atoms) == (2, 3)
+    with pytest.raises(xyz.TooManyError):
+        xyz.parse(text, max_atoms=2)
+    assert len(xyz.parse(frame(CELL) * 2, max_frames=2, max_atoms=4)) == 2
+    # A count beyond the bound with nothing behind it is a mistake in the file, and told as one.
+    with pytest.raises(InputFileError, match="announced"):
+        xyz.parse(frame(CELL).replace("2\n", "2000\n", 1), max_atoms=4)

@@ -12,6 +12,7 @@ Virials are W = −∂E/∂ε in eV; a ``stress`` label (eV/Å³, tension positi
 from __future__ import annotations
 
 import gzip
+import math
 import sys
 import zlib
 from pathlib import Path
@@ -36,19 +37,43 @@ _CHECK_LINES = 100_000
 """A frame that is not complete after this many lines is checked while it arrives: its count may be a mistake."""
 
 
-def parse(data: bytes | bytearray | str, path: str = "<request>", *, skip_bad: bool = False) -> Frames:
+class TooManyError(ValueError):
+    """There is more in the content than was to be read.
+
+    Attributes:
+        frames: Frames that were found before reading stopped.
+        atoms: Atoms that they announce.
+    """
+
+    def __init__(self, frames: int, atoms: int) -> None:
+        super().__init__(f"more than wanted: {frames:,} frames, {atoms:,} atoms so far")
+        self.frames = frames
+        self.atoms = atoms
+
+
+def parse(
+    data: bytes | bytearray | str,
+    path: str = "<request>",
+    *,
+    skip_bad: bool = False,
+    max_frames: int | None = None,
+    max_atoms: int | None = None,
+) -> Frames:
     """Read all frames of a file's content.
 
     Args:
         data: The content; text is taken as UTF-8.
         path: What messages call it.
         skip_bad: Keep going over frames that cannot be read but whose end is sure; see :attr:`Frames.errors`.
+        max_frames: Frames that are taken; None for any number.
+        max_atoms: Atoms of all frames together that are taken; None for any number.
 
     Raises:
         InputFileError: Naming file, frame, line, key or column, and token. Nothing else, whatever the bytes.
+        TooManyError: There are more than ``max_frames`` or ``max_atoms``; seen before numbers are read.
     """
     content = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
-    scanner = _Scanner(path)
+    scanner = _Scanner(path, max_frames, max_atoms)
     scanner.feed(content)
     scanner.finish()
     return Frames.concatenate(list(_taken(scanner, None, skip_bad)))
@@ -148,8 +173,11 @@ class _Scanner:
         cause: The fault of the frame before, if there is one.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, max_frames: int | None = None, max_atoms: int | None = None) -> None:
         self.path = path
+        self._most_frames = math.inf if max_frames is None else max_frames
+        self._most_atoms = math.inf if max_atoms is None else max_atoms
+        self._atoms = 0
         self.fatal: InputFileError | None = None
         self.cause: InputFileError | None = None
         self._lines: list[bytes] = []
@@ -218,9 +246,12 @@ class _Scanner:
             elif len(lines) - at - self._checked > _CHECK_LINES:
                 self._check(n)
             return None
+        if self._frame + 1 > self._most_frames or self._atoms + n > self._most_atoms:
+            raise TooManyError(self._frame + 1, self._atoms + n)
         comment = lines[at + 1].decode("utf-8", "surrogateescape").strip()
         frame = RawFrame(self._frame, self._gone + at + 1, comment, lines[at + 2 : at + 2 + n])
         self._frame += 1
+        self._atoms += n
         self._at += 2 + n
         self._checked = 0
         return frame
@@ -261,6 +292,7 @@ __all__ = [
     "MAX_LINE",
     "MISSING",
     "Frames",
+    "TooManyError",
     "dumps",
     "parse",
     "read",

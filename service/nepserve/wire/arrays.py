@@ -43,19 +43,21 @@ def check_count(counts: NDArray[np.integer[Any]], limits: Limits) -> int:
     return total
 
 
-def too_many_structures(found: int, limits: Limits) -> WireError:
-    """Refusal of a request that carries too many structures."""
+def too_many_structures(found: int, limits: Limits, *, more: bool = False) -> WireError:
+    """Refusal of a request that carries too many structures; ``more`` if they were not counted to the end."""
     return WireError(
-        None, "too_many_structures", f"{found:,} structures; one request may carry {limits.max_structures:,}",
+        None, "too_many_structures",
+        f"{'at least ' * more}{found:,} structures; one request may carry {limits.max_structures:,}",
         max_structures=limits.max_structures,
     )  # fmt: skip
 
 
-def too_many_atoms(found: int, limits: Limits) -> WireError:
-    """Refusal of a request that carries too many atoms."""
+def too_many_atoms(found: int, limits: Limits, *, more: bool = False) -> WireError:
+    """Refusal of a request that carries too many atoms; ``more`` if they were not counted to the end."""
     return WireError(
-        None, "too_large", f"{found:,} atoms; one request may carry {limits.max_atoms:,}", max_atoms=limits.max_atoms
-    )
+        None, "too_large", f"{'at least ' * more}{found:,} atoms; one request may carry {limits.max_atoms:,}",
+        max_atoms=limits.max_atoms,
+    )  # fmt: skip
 
 
 def assemble(

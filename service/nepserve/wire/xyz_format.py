@@ -25,18 +25,19 @@ def decode(body: bytes, *, limits: Limits, query: Mapping[str, str]) -> Request:
 
     Raises:
         WireError: ``bad_xyz`` naming frame, line, column and token: a file is taken whole or not at all.
+            ``too_many_structures``, ``too_large``.
     """
     check_query(query)
     model, properties = choose_model(None, query), choose_properties(None, query)
     try:
-        frames = xyz.parse(body, "the body")
+        frames = xyz.parse(body, "the body", max_frames=limits.max_structures, max_atoms=limits.max_atoms)
+    except xyz.TooManyError as error:
+        if error.frames > limits.max_structures:
+            raise arrays.too_many_structures(error.frames, limits, more=True) from None
+        raise arrays.too_many_atoms(error.atoms, limits, more=True) from None
     except InputFileError as error:
         raise WireError(None, "bad_xyz", str(error), structure=error.frame, line=error.line) from None
     block = frames.structures
-    if len(block) > limits.max_structures:
-        raise arrays.too_many_structures(len(block), limits)
-    if block.n_atoms > limits.max_atoms:
-        raise arrays.too_many_atoms(block.n_atoms, limits)
     return Request(
         "xyz",
         model,

@@ -123,6 +123,8 @@ def test_query_string_and_limits() -> None:
     assert refusal(H, query={"properties": "force"}).code == "unknown_property"
     assert refusal(SI2 + H, limits=wire.Limits(max_structures=1)).code == "too_many_structures"
     assert refusal(SI2 + H, limits=wire.Limits(max_atoms=2)).code == "too_large"
+    # Whatever comes after is not looked at.
+    assert refusal(SI2 + H.replace(b"0.5", b"x"), limits=wire.Limits(max_structures=1)).extra["max_structures"] == 1
     assert refusal(SI2, limits=wire.Limits(max_body=20)).code == "body_too_large"
 
 
