@@ -103,7 +103,7 @@ def test_one_in_ten_disconnects(server: ServerProcess, requests: list[Request]) 
     assert metric(server, "nepserve_engine_restarts_total") == before
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99], ids=str)
+@pytest.mark.parametrize("share", [0.5, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.0, 0.99))], ids=str)
 def test_half_sent_bodies(server: ServerProcess, requests: list[Request], share: float) -> None:
     """Who stops in the middle is told so after the stated time; the others do not notice."""
     body = requests[0].body
@@ -243,7 +243,7 @@ def test_abandoned_requests_do_not_stand_in_the_way(model: Path) -> None:
         assert evaluated < sent + 500 * np.mean([len(r.block) for r in requests]) + sum(len(r.block) for r in requests)
 
 
-@pytest.mark.parametrize("kind", ["json", "msgpack"])
+@pytest.mark.parametrize("kind", ["msgpack", pytest.param("json", marks=pytest.mark.slow)])
 def test_large_posts_on_one_connection_with_a_short_keep_alive(model: Path, kind: str) -> None:
     """The timer of an idle connection must not fire during an upload."""
     n = 400 if kind == "json" else 3200

@@ -66,7 +66,9 @@ def test_killed_and_stopped_engines_of_the_product(model: Path) -> None:
         assert server.terminate() == 0
 
 
-@pytest.mark.parametrize("fault", ["kill", "exit", "abort", "hang", "lost"])
+@pytest.mark.parametrize(
+    "fault", ["kill", "hang", "lost", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("exit", "abort"))]
+)
 def test_a_structure_that_ends_its_engine(model: Path, fault: str) -> None:
     """Those in flight beside it are told to ask again, once, and do so with success."""
     with running(models=[str(model)], stand_in={"faults": {"Ge": fault}}, engine_timeout=1) as server:
@@ -130,10 +132,11 @@ def easy(model: Path) -> list[Request]:
 @pytest.mark.parametrize(
     ("memory", "text"),
     [
-        *((n, "CUDA") for n in (5, 7, 16)),
-        *((6, w) for w in ("HIP", "Python")),
+        (5, "CUDA"),
+        (7, "HIP"),
+        (16, "Python"),
         *(pytest.param(n, "CUDA", marks=pytest.mark.slow) for n in (2, 3, 6, 9, 40, 100)),
-        *(pytest.param(6, w, marks=pytest.mark.slow) for w in WORDINGS if w not in {"CUDA", "HIP", "Python"}),
+        *(pytest.param(6, w, marks=pytest.mark.slow) for w in WORDINGS),
     ],
 )
 def test_out_of_memory_at_any_depth(model: Path, easy: list[Request], memory: int, text: str) -> None:
@@ -245,11 +248,11 @@ def real(model: Path) -> Any:
     ("fault", "code"),
     [
         ("raise", "internal"),
-        ("refuse", "unknown_element"),
         ("refuse_all", "too_dense"),
         ("nan", "non_finite_result"),
-        ("nan_energy", "non_finite_result"),
-        ("no_memory", "out_of_memory"),
+        pytest.param("refuse", "unknown_element", marks=pytest.mark.slow),
+        pytest.param("nan_energy", "non_finite_result", marks=pytest.mark.slow),
+        pytest.param("no_memory", "out_of_memory", marks=pytest.mark.slow),
     ],
 )
 def test_poison_that_only_the_engine_finds(model: Path, fault: str, code: str) -> None:

@@ -29,7 +29,9 @@ def serves(model: Path, **flags: object) -> str:
         return server.log
 
 
-@pytest.mark.parametrize("home", [None, "/", "/nowhere", "file"], ids=str)
+@pytest.mark.parametrize(
+    "home", ["file", *(pytest.param(home, marks=pytest.mark.slow) for home in (None, "/", "/nowhere"))], ids=str
+)
 def test_homes_that_are_none(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None) -> None:
     for name in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
@@ -74,7 +76,13 @@ def has_gpu() -> bool:
 
 @pytest.mark.parametrize(
     "values",
-    [{VARIABLES[0]: "0"}, {VARIABLES[1]: ""}, {VARIABLES[2]: "GPU-1234"}, dict.fromkeys(VARIABLES, "-1")],
+    [
+        {VARIABLES[0]: "0", VARIABLES[1]: ""},
+        *(
+            pytest.param(values, marks=pytest.mark.slow)
+            for values in ({VARIABLES[0]: "-1"}, {VARIABLES[2]: "GPU-1234"}, dict.fromkeys(VARIABLES, "1"))
+        ),
+    ],
     ids=str,
 )
 def test_a_device_that_is_hidden_is_asked_for(

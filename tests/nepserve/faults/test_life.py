@@ -48,7 +48,7 @@ def post(server: ServerProcess, where: str, **body: object) -> httpx.Response:
     return httpx.post(server.url + where, json=body, timeout=60)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=str)
 def test_a_signal_under_load(model: Path, kind: signal.Signals) -> None:
     """What was accepted is answered, what comes later is refused, and the server ends with 0."""
     with running(models=[str(model)], stand_in={"seconds": 0.05}, shutdown_timeout=20) as server:
@@ -97,7 +97,7 @@ def test_a_second_sigint_under_load(model: Path) -> None:
         check_the_end(load)
 
 
-@pytest.mark.parametrize("what", ["idle", "load"])
+@pytest.mark.parametrize("what", ["load", pytest.param("idle", marks=pytest.mark.slow)])
 def test_kill_of_the_front_leaves_nothing(model: Path, what: str) -> None:
     stand_in = {"seconds": 0.05} if what == "load" else {}
     with running(models=[str(model)], stand_in=stand_in) as server:
