@@ -14,7 +14,7 @@ import orjson
 from nepcore.errors import StructureError
 from nepcore.structures import PER_ATOM
 
-from . import arrays, json_structure, json_text
+from . import arrays, collector, json_structure, json_text
 from .json_item import NOTHING, Item, pack
 from .outcome import error_entry
 from .request import Request, WireError, check_query, choose_model, choose_properties, describe, unknown_field
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 KEYS = ("model", "properties", "structure", "structures")
 """Keys of a request."""
 
+LARGE_TEXT = 1_000_000
+"""Bytes from which the garbage collector would take a good part of the time."""
+
 _KEY_SET = frozenset(KEYS)
 
 
@@ -37,6 +40,14 @@ def decode(body: bytes, *, limits: Limits, query: Mapping[str, str]) -> Request:
     Raises:
         WireError: It is not JSON, or its envelope is wrong.
     """
+    if len(body) < LARGE_TEXT:
+        return _decode(body, limits, query)
+    # To the end of the reading, when the lists are gone: a collection between would look at all of them.
+    with collector.still():
+        return _decode(body, limits, query)
+
+
+def _decode(body: bytes, limits: Limits, query: Mapping[str, str]) -> Request:
     message = json_text.parse(body)
     if not isinstance(message, dict):
         raise WireError(

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gc
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from nepcore.errors import StructureError
 from nepcore.structures import DEFAULT_PROPERTIES, PROPERTIES, Structures
 from nepserve import wire
+from nepserve.wire import json_format, json_text
 from wire_samples import CELL, SILICON, WATER, blocks, mixed, predict, same, silicon
 
 TYPE = "application/json"
@@ -434,3 +438,27 @@ def test_the_same_request_in_other_answers() -> None:
         content_type, data = wire.encode(request, predict(mixed(), request.properties), accept)
         assert content_type == accept
         assert data
+
+
+def test_the_collector_rests_while_large_bodies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    inside, real = threading.Barrier(2), json_text.parse
+
+    def parse(body: bytes) -> Any:
+        seen.append(gc.isenabled())
+        if len(body) > json_format.LARGE_TEXT:
+            inside.wait(20)
+        return real(body)
+
+    monkeypatch.setattr(json_text, "parse", parse)
+    text = json.dumps({"structure": SILICON}).encode()
+    decode(text)
+    assert seen == [True]
+    padding = b" " * json_format.LARGE_TEXT
+    with ThreadPoolExecutor(2) as pool:
+        # Both at a time, one of them refused: whoever is last lets the collector go on.
+        good, bad = pool.submit(decode, text + padding), pool.submit(decode, padding + b" ")
+        assert good.result(20).single
+        assert isinstance(bad.exception(20), wire.WireError)
+    assert seen[1:] == [False, False]
+    assert gc.isenabled()
