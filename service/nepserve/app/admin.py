@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -12,13 +14,15 @@ from starlette.responses import JSONResponse, Response
 from nepcore.errors import ModelFileError
 from nepserve import models
 from nepserve.models import Source
-from nepserve.wire.request import WireError
+from nepserve.wire.request import WireError, shorten
 
 from . import schemas
 from .routes import Here, describe
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from nepserve.settings import Settings
 
 Dtype = Literal["float32", "float64"]
 
@@ -27,7 +31,7 @@ async def allow(request: Request, service: Here) -> None:
     """Let only those in who may change things.
 
     Without keys that is everybody who can connect, which is this machine alone; but not a page that somebody on this
-    machine has open in a browser.
+    machine has open in a browser, be it one whose name was pointed to this machine after it was loaded.
     """
     call = request.scope["nepserve.call"]
     if len(service.keys):
@@ -35,9 +39,34 @@ async def allow(request: Request, service: Here) -> None:
             name = "" if call.key is None else f" {call.key.name!r}"
             raise WireError(None, "forbidden", f"the key{name} does not open the admin routes")
         return
-    origin = call.headers.get(b"origin")
-    if origin is not None and urlsplit(origin).netloc != call.headers.get(b"host", b""):
+    origin, host = call.headers.get(b"origin"), call.headers.get(b"host", b"")
+    if origin is not None and urlsplit(origin).netloc != host:
         raise WireError(None, "forbidden", "pages of other sites may not change this server")
+    if not _is_own(host.decode("latin-1"), service.settings):
+        raise WireError(
+            None, "forbidden",
+            f"a server without keys takes changes under its own address alone, and {shorten(host.decode('latin-1'))} "
+            "is not; ask 127.0.0.1, or start it with --api-key-file",
+        )  # fmt: skip
+
+
+def _is_own(host: str, settings: Settings) -> bool:
+    """Whether a ``Host`` header calls this server by a name that nobody else can have pointed here."""
+    if settings.uds is not None:
+        return True
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if name in {"localhost", settings.host.lower()}:
+        return True
+    anywhere = settings.host in {"0.0.0.0", "::"}
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return anywhere and name == socket.gethostname().lower()
+    # A number is not looked up, so it cannot be pointed elsewhere.
+    return address.is_loopback or anywhere
 
 
 router = APIRouter(tags=["admin"], dependencies=[Depends(allow)])

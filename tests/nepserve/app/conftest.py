@@ -159,7 +159,7 @@ class Server:
 
         async def talk() -> Any:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
                 return await work(client)
 
         return asyncio.run(talk())

@@ -191,7 +191,39 @@ def test_pages_of_other_sites_change_nothing(server: Any, problem: Any, method: 
     problem(server.call(method, path, headers={"origin": "null"}), 403, "forbidden")
     assert server.service.registry.names == ["main"]
     assert not server.service.draining
-    assert server.call(method, path, headers={"origin": "http://testserver"}).status_code != 403
+    assert server.call(method, path, headers={"origin": "http://127.0.0.1:8000"}).status_code != 403
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN)
+def test_names_that_somebody_pointed_here_change_nothing(server: Any, problem: Any, method: str, path: str) -> None:
+    # A page of such a name is of the same origin as the server, as far as its browser can see.
+    named = {"host": "elsewhere.example:8000", "origin": "http://elsewhere.example:8000"}
+    problem(server.call(method, path, headers=named), 403, "forbidden")
+    assert server.service.registry.names == ["main"]
+    assert not server.service.draining
+
+
+@pytest.mark.parametrize(
+    ("bound", "host", "own"),
+    [
+        ({}, "localhost:8000", True),
+        ({}, "127.0.0.1", True),
+        ({}, "[::1]:8000", True),
+        ({}, "192.0.2.1:8000", False),
+        ({}, "localhost.elsewhere.example", False),
+        ({}, "", False),
+        ({}, "[::1", False),
+        ({"host": "Box.example", "insecure": True}, "box.example:8000", True),
+        ({"host": "0.0.0.0", "insecure": True}, "192.0.2.1:8000", True),
+        ({"host": "0.0.0.0", "insecure": True}, "elsewhere.example", False),
+        ({"uds": "/run/nepserve.sock"}, "anything", True),
+    ],
+    ids=str,
+)
+def test_names_of_a_server_without_keys(make: Any, bound: dict[str, Any], host: str, own: bool) -> None:
+    server = make(**bound)
+    answer = server.call("PUT", "/v1/aliases/x", json={"model": "main"}, headers={"host": host})
+    assert answer.status_code == (200 if own else 403)
 
 
 def test_held_versions_outlive_their_name(server: Any) -> None:
