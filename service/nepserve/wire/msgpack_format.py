@@ -123,8 +123,11 @@ def _unpack_result(data: bytes, counts: NDArray[np.int64]) -> Predictions:
     values: dict[str, NDArray[Any]] = {}
     unavailable = message.get("unavailable", {})
     for name, raw in unavailable.items():
+        rows = np.frombuffer(raw, _I4)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < B:
+            raise WireError(None, "bad_answer", f"the answer's unavailable {name} names a structure that was not sent")
         if name == "stress":
-            stress_known[np.frombuffer(raw, _I4)] = False
+            stress_known[rows] = False
             values[name] = np.full((B, 6), np.nan)
     for name, inner in PER_STRUCTURE.items():
         if name in message:

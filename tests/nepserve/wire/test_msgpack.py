@@ -319,6 +319,8 @@ def answer() -> dict[str, Any]:
         pytest.param({"descriptor_length": None}, id="descriptors of unknown length"),
         pytest.param({"descriptor_length": 0}, id="descriptors of no length"),
         pytest.param({"unavailable": {"stress": np.array([9], "<i4").tobytes()}}, id="index out of range"),
+        pytest.param({"unavailable": {"stress": np.array([-1], "<i4").tobytes()}}, id="negative index"),
+        pytest.param({"unavailable": {"forces": np.array([3], "<i4").tobytes()}}, id="index of another property"),
         pytest.param({"unavailable": 3}, id="unavailable as a number"),
     ],
 )
