@@ -429,11 +429,19 @@ async def flood(port: int, requests: Sequence[Body], clients: int) -> Any:
 # -- the yardsticks ------------------------------------------------------------------------------------------------
 
 
-def be_ideal(device: str, backend: str, seconds: float) -> None:
-    """Print structures/s of the library in batches of the size that pays most."""
+def library(device: str, backend: str) -> Any:
+    """The model in this process; with ``auto`` it measures as the server does, and so finds what the server takes."""
     import nepcore
 
     calculator = nepcore.load(systems.MODELS["si5"], device=device, backend=backend)
+    for _ in calculator.tune(30.0 if device == "cpu" else 180.0):
+        pass
+    return calculator
+
+
+def be_ideal(device: str, backend: str, seconds: float) -> None:
+    """Print structures/s of the library in batches of the size that pays most."""
+    calculator = library(device, backend)
     block = crystals(512)
     best: tuple[float, int, float] = (0.0, 0, 0.0)
     for size in (64, 256, 512, 2048, 8192):
@@ -454,11 +462,10 @@ def be_naive(device: str, backend: str) -> None:
     """Serve: one request is one evaluation in a thread, one after the other."""
     import uvicorn
 
-    import nepcore
     from nepserve import wire
     from nepserve.wire.request import Limits
 
-    calculator = nepcore.load(systems.MODELS["si5"], device=device, backend=backend)
+    calculator = library(device, backend)
     calculator.evaluate(crystals(64), PROPERTIES)
     turn = asyncio.Lock()
 
