@@ -16,5 +16,6 @@ url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 atoms = bulk("Si", cubic=True)
 atoms.rattle(0.05, seed=1)
 atoms.calc = NEPCalculator(url)
-BFGS(FrechetCellFilter(atoms)).run(fmax=0.01, steps=50)
+if not BFGS(FrechetCellFilter(atoms)).run(fmax=0.01, steps=50):
+    print("not converged within 50 steps; a model of meaningless numbers may have no minimum near by")
 print(f"energy {atoms.get_potential_energy():.4f} eV, cell {atoms.cell.lengths()} Å")

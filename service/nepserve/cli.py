@@ -243,8 +243,11 @@ def _summary(result: PredictResult) -> list[str]:
     lines += [f"left out: frame {f.frame + 1} (line {f.line}): {f.reason}" for f in result.failures]
     if result.failed > len(result.failures):
         lines.append(f"left out: {result.failed - len(result.failures)} more frames")
-    speed = result.atoms / max(result.seconds, 1e-9)
-    lines.append(f"{result.frames:,} frames, {result.atoms:,} atoms in {result.seconds:.2f} s ({speed:,.0f} atoms/s)")
+    speed = result.atoms / max(result.evaluation_seconds, 1e-9)
+    lines.append(
+        f"{result.frames:,} frames, {result.atoms:,} atoms in {result.seconds:.2f} s, "
+        f"evaluated in {result.evaluation_seconds:.2f} s of it ({speed:,.0f} atoms/s)"
+    )
     errors = [
         f"{name} {value:.4g} {unit}"
         for name, value, unit in (

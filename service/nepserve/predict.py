@@ -69,7 +69,8 @@ class PredictResult:
         atoms: Their atoms.
         failed: Frames without results.
         failures: The first of them.
-        seconds: Wall time, reading and writing included.
+        seconds: Wall time, loading the model, reading and writing included.
+        evaluation_seconds: What evaluating took of it.
         rmse_energy: Against the labels of the input, eV/atom; None where it has none or none was predicted.
         rmse_forces: The same, eV/Å, over components.
         rmse_virial: The same, eV/atom, over the six components.
@@ -83,6 +84,7 @@ class PredictResult:
     failed: int
     failures: tuple[Failure, ...]
     seconds: float
+    evaluation_seconds: float
     rmse_energy: float | None
     rmse_forces: float | None
     rmse_virial: float | None
@@ -172,7 +174,7 @@ def predict(
             raise
     return PredictResult(
         name, str(output), run.frames, run.atoms, run.failed, tuple(run.failures), time.monotonic() - started,
-        run.energy.rmse(), run.forces.rmse(), run.virial.rmse(), tuple(run.warnings),
+        run.seconds, run.energy.rmse(), run.forces.rmse(), run.virial.rmse(), tuple(run.warnings),
     )  # fmt: skip
 
 
@@ -203,6 +205,7 @@ class _Run:
         self._asked = asked
         self._skip_bad = skip_bad
         self.frames = self.atoms = self.failed = 0
+        self.seconds = 0.0
         self.failures: list[Failure] = []
         self.warnings: list[str] = []
         self.energy, self.forces, self.virial = _Squares(), _Squares(), _Squares()
@@ -219,7 +222,9 @@ class _Run:
         self.warnings += frames.warnings[: MAX_LISTED - len(self.warnings)]
         # Frames that could not be read hold no atoms: nothing to evaluate.
         good = _without(frames, frames.errors)
+        started = time.monotonic()
         predictions = evaluator.evaluate(good.structures, self._asked, bar.step) if len(good) else _NOTHING
+        self.seconds += time.monotonic() - started
         failed = {**frames.errors}
         kept = np.flatnonzero(~np.isin(np.arange(len(frames)), list(frames.errors)))
         failed.update(

@@ -36,6 +36,8 @@ class Progress:
         self._block_atoms = self._block_frames = 0
 
     def __enter__(self) -> Self:
+        # What came before, as loading a model, is no part of the speed.
+        self._started = self._last = time.monotonic()
         if self._shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import resource
@@ -121,7 +122,8 @@ def listen(settings: Settings) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        hint = "; choose another with --port (0 takes a free one)" if settings.port else ""
+        in_use = error.errno == errno.EADDRINUSE
+        hint = "; choose another with --port (0 takes a free one)" if in_use and settings.port else ""
         raise SettingsError(f"cannot listen on {where}: {(error.strerror or str(error)).lower()}{hint}") from None
     return listener
 
@@ -301,10 +303,20 @@ class _Process:
 
     @property
     def url(self) -> str:
-        """Where the server is."""
+        """Where the server listens."""
         if self.settings.uds is not None:
             return f"unix:{self.settings.uds}"
+        return self._url(*self.listener.getsockname()[:2])
+
+    @property
+    def own_url(self) -> str:
+        """Where this machine finds it: an address that stands for all is none that can be asked everywhere."""
+        if self.settings.uds is not None:
+            return "http://localhost"
         host, port = self.listener.getsockname()[:2]
+        return self._url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+    def _url(self, host: str, port: int) -> str:
         scheme = "http" if self.context is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
@@ -355,7 +367,7 @@ class _Process:
             structure = structure[:-1] + ', "temperature": 300}'
         model = f'"model": "{self.sources[0].name}", ' if len(self.sources) > 1 else ""
         key = "" if not len(self.keys) else " -H 'Authorization: Bearer KEY'"
-        place = f"--unix-socket {self.settings.uds} http://localhost" if self.settings.uds else self.url
+        place = f"--unix-socket {self.settings.uds} {self.own_url}" if self.settings.uds else self.own_url
         return (
             f"curl {place}/v1/evaluate{key} -H 'Content-Type: application/json' "
             f"-d '{{{model}\"structure\": {structure}}}'"

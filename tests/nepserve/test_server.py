@@ -143,7 +143,8 @@ def test_without_a_model_the_demonstration_says_what_it_is() -> None:
         ({"models": ["a b=x"]}, "'a b' is no name for a model"),
         ({"default_model": "x"}, "default model 'x' is not among"),
         ({"model_dir": "/nowhere"}, "/nowhere: no such folder"),
-        ({"host": "192.0.2.1"}, "cannot listen on 192.0.2.1"),
+        ({"host": "192.0.2.1"}, "cannot listen on 192.0.2.1, port 8000: cannot assign requested address\n"),
+        ({"api_keys": "me:short"}, "nepserve: --api-keys: the key called 'me'"),
         ({"host": "no.such.host.invalid"}, "cannot listen on no.such.host.invalid"),
         ({"ssl_certfile": "/nowhere.pem", "ssl_keyfile": "/nowhere.key"}, "certificate /nowhere.pem"),
         ({"uds": "/nowhere/socket"}, "cannot listen on /nowhere/socket"),
@@ -219,6 +220,7 @@ def test_others_need_the_key_that_was_made(model: Path) -> None:
     with running(models=[str(model)], host="0.0.0.0") as server:
         secret = server.wait_for("API key made for this run: ").rpartition(" ")[2]
         server.wait_for("ready after")
+        server.wait_for("curl http://127.0.0.1:")
         url = f"http://127.0.0.1:{server.address[1]}"
         assert httpx.post(f"{url}/v1/evaluate", json={"structure": ATOM}).status_code == 401
         headers = {"authorization": f"Bearer {secret}"}

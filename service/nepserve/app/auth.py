@@ -65,7 +65,7 @@ def keys_of(settings: Settings) -> tuple[Keys, str | None]:
     Raises:
         SettingsError: A key file that cannot be read, or an entry that is no key.
     """
-    keys = [_parse(value.get_secret_value().split(":"), "api_keys") for value in settings.api_keys]
+    keys = [_parse(value.get_secret_value().split(":"), "--api-keys") for value in settings.api_keys]
     if settings.api_key_file is not None:
         try:
             text = settings.api_key_file.read_text(encoding="utf-8")
