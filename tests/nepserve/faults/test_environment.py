@@ -96,7 +96,7 @@ def test_a_device_that_is_hidden_is_asked_for(
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     with running(models=[str(model)], device="cuda", **REAL) as server:
-        assert server.wait(60) == 1
+        assert server.wait(60) == 2
     (line,) = [line for line in server.lines if "is not there" in line]
     assert all(f"{name}={value!r}" in line for name, value in values.items())
     assert "Traceback" not in server.log
