@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -277,3 +282,37 @@ def test_nothing_to_do() -> None:
     assert len(predictions) == 0
     assert predictions["forces"].shape == (0, 3)
     assert predictions["descriptors"].shape == (0, backend.model.dim)
+
+
+_PLAIN_PROCESSOR = """
+import sys
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+import crystals
+from nepcore import Structures, synthetic
+from nepcore.backends.fused_cpu import FusedCPU
+from nepcore.backends.fused_cpu.vec import REGISTER
+from nepcore.calculator import Calculator
+assert REGISTER == 32
+model = synthetic.make_model(("Si", "C"), zbl="universal", seed=4)
+items = [crystals.random_structure(k, model.elements, pbc=p) for k, p in enumerate(crystals.PERIODICITIES)]
+wanted = Calculator.of(model, device="cpu", dtype="float64", backend="loop").evaluate(items, ("forces",))["forces"]
+run = FusedCPU(model, "float64", 1).run(Structures.pack(items), frozenset(("forces",)))
+while True:
+    try:
+        next(run)
+    except StopIteration as end:
+        assert np.allclose(end.value["forces"], wanted, rtol=0, atol=1e-9)
+        break
+"""
+
+
+@pytest.mark.slow
+def test_a_processor_without_wide_vectors() -> None:
+    """As for any x86-64: other code for packing lanes, vectors split into many registers."""
+    if platform.machine() not in {"x86_64", "AMD64"}:
+        pytest.skip("the features are those of x86-64")
+    environment = {**os.environ, "NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse,+sse2"}
+    subprocess.run(
+        [sys.executable, "-c", _PLAIN_PROCESSOR, str(Path(crystals.__file__).parent)], env=environment, check=True
+    )

@@ -18,10 +18,13 @@ from .compiled import compiled
 from .crew import Crew, cores
 from .model import pack, widths
 from .task import Task
+from .words import words
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from types import SimpleNamespace
+
+    from numpy.typing import NDArray
 
     from nepcore.files.nep_txt import NepFile
     from nepcore.structures import Predictions
@@ -41,6 +44,8 @@ class Desk:
     runs: int
     found: Found
     site: Site
+    found_words: NDArray[np.int64]
+    site_words: NDArray[np.int64]
 
 
 class FusedCPU:
@@ -64,6 +69,7 @@ class FusedCPU:
         self._number = NUMBERS[model.elements[0]]
         self.widths = widths(model.n_max_angular + 1, dtype)
         self.model = pack(model, dtype, self.widths)
+        self.model_words = words(self.model, dtype)
         self._compiled = compiled()
         self._ready = False
         self.crew = Crew(self.threads)
@@ -114,7 +120,9 @@ class FusedCPU:
         return self._desks[index]
 
     def _furnish(self, runs: int) -> Desk:
-        return Desk(runs, neighbors.room(self.crowd, runs), site.room(self.model, self.widths, self.crowd, self.dtype))
+        found = neighbors.room(self.crowd, runs)
+        arrays = site.room(self.model, self.widths, self.crowd, self.dtype)
+        return Desk(runs, found, arrays, words(found, self.dtype), words(arrays, self.dtype))
 
     def with_pairs(self, results: Results, pairs: int, wanted: Wanted) -> Results:
         """``results`` with room for ``pairs`` pairs."""

@@ -17,6 +17,8 @@ from .inner import inner
 if TYPE_CHECKING:
     from types import SimpleNamespace
 
+    from .words import Doubles, Ints, Ints32, Singles
+
 _SLACK = 1e-6
 """Share of a bin by which coordinates may be wrong from rounding."""
 
@@ -44,26 +46,26 @@ FAULTS = (
 class Bins(NamedTuple):
     """Atoms of several structures sorted into bins. Atoms keep their order within a bin."""
 
-    grid: Any  # int64, (B, GRID)
-    cells: Any  # float64, (B, 9): vectors, non-periodic ones replaced
-    types: Any  # int64, (N,)
-    positions: Any  # float64, (N, 3), wrapped
-    place: Any  # int64, (N,): bin within its structure
-    bounds: Any  # int64, where each bin starts in the sorted arrays; structure s begins at its first bin plus s
-    order: Any  # int32, (N + padding,): atom of each sorted place
-    rank: Any  # int64, (N,): sorted place of each atom
-    x: Any  # float64, (N,): wrapped positions by sorted place
-    y: Any
-    z: Any
-    fx: Any  # float32, (N + padding,): the same, relative to the first atom of each structure
-    fy: Any
-    fz: Any
-    blur: Any  # float64, (B,): by how much a float32 distance may be wrong, Å
+    grid: Ints  # (B, GRID)
+    cells: Doubles  # (B, 9): vectors, non-periodic ones replaced
+    types: Ints  # (N,)
+    positions: Doubles  # (N, 3), wrapped
+    place: Ints  # (N,): bin within its structure
+    bounds: Ints  # where each bin starts in the sorted arrays; structure s begins at its first bin plus s
+    order: Ints32  # (N + padding,): atom of each sorted place
+    rank: Ints  # (N,): sorted place of each atom
+    x: Doubles  # (N,): wrapped positions by sorted place
+    y: Doubles
+    z: Doubles
+    fx: Singles  # (N + padding,): the same, relative to the first atom of each structure
+    fy: Singles
+    fz: Singles
+    blur: Doubles  # (B,): by how much a float32 distance may be wrong, Å
 
 
 def sort_into_bins(
     functions: SimpleNamespace, counts: Any, types: Any, positions: Any, cells: Any, pbc: Any, cutoff: float
-) -> Bins:
+) -> tuple[Bins, int]:
     """Wrap and sort the atoms of some structures; all arrays contiguous and writable.
 
     Args:
@@ -74,13 +76,16 @@ def sort_into_bins(
         cells: (B, 3, 3) float64.
         pbc: (B, 3) bool.
         cutoff: Å.
+
+    Returns:
+        The bins, and the largest number of stretches of them that one atom looks at.
     """
     B, N = len(counts), len(types)
     grid = np.zeros(GRID * B, np.int64)
     full = np.zeros(9 * B)
     wrapped = np.empty(3 * N)
     place = np.empty(N, np.int64)
-    n_bins, _ = functions.wrap(
+    (n_bins, runs), _ = functions.wrap(
         counts, types, positions.reshape(-1), cells.reshape(-1), pbc, cutoff, grid, full, wrapped, place
     )
     xyz = np.empty((3, N))
@@ -90,15 +95,7 @@ def sort_into_bins(
         np.empty(N, np.int64), xyz[0], xyz[1], xyz[2], short[0], short[1], short[2], np.empty(B),
     )  # fmt: skip
     functions.count_into_bins(bins)
-    return bins
-
-
-def most_runs(bins: Bins) -> int:
-    """Largest number of stretches of bins that one atom looks at."""
-    grid = bins.grid.reshape(-1, GRID)
-    reach, shape = grid[:, REACH : REACH + 3], grid[:, SHAPE : SHAPE + 3]
-    rows = (2 * reach[:, 0] + 1) * (2 * reach[:, 1] + 1)
-    return int((rows * (2 * reach[:, 2] // shape[:, 2] + 2)).max()) if len(grid) else 0
+    return bins, runs
 
 
 @inner
@@ -159,14 +156,19 @@ def _invert(cell: Any, inverse: Any) -> None:
 def wrap(
     counts: Any, types: Any, positions: Any, cells: Any, pbc: Any, cutoff: float, grid: Any, full: Any, wrapped: Any,
     place: Any,
-) -> int:  # fmt: skip
-    """Fill grid, cells, wrapped positions and bins of atoms; the number of bins of all structures."""
+) -> tuple[int, int]:  # fmt: skip
+    """Fill grid, cells, wrapped positions and bins of atoms.
+
+    Returns:
+        The number of bins of all structures; the largest number of stretches of bins that one atom looks at.
+    """
     inverse = np.empty(9)
     cell = np.empty(9)
     low = np.empty(3)
     height = np.empty(3)
     first = 0
     first_bin = 0
+    runs = 0
     for s in range(len(counts)):
         n = counts[s]
         row = grid[GRID * s : GRID * s + GRID]
@@ -219,7 +221,9 @@ def wrap(
             place[i] = number
         first += n
         first_bin += row[SHAPE] * row[SHAPE + 1] * row[SHAPE + 2]
-    return first_bin
+        stretches = 2 * row[REACH + 2] // row[SHAPE + 2] + 2
+        runs = max(runs, (2 * row[REACH] + 1) * (2 * row[REACH + 1] + 1) * stretches)
+    return first_bin, runs
 
 
 @inner

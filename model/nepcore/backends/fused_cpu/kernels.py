@@ -12,15 +12,17 @@ import numpy as np
 from .edges import gather, up
 from .gradients import site_virial
 from .inner import inner
-from .neighbors import find
+from .model import Model
+from .neighbors import Found, find
 from .simd import bare, fetch_add
-from .site import evaluate
+from .site import Site, evaluate
+from .words import unpack
 
 if TYPE_CHECKING:
     from .bins import Bins
-    from .model import Model, Widths
-    from .neighbors import Found
-    from .site import Present, Site
+    from .model import Widths
+    from .site import Present
+    from .words import Doubles, Ints, Ints32, Reals
 
 
 class Wanted(NamedTuple):
@@ -33,49 +35,49 @@ class Wanted(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Pieces of work: atoms of one structure, consecutive in its bins, and where their pairs go. All int64."""
+    """Pieces of work: atoms of one structure, consecutive in its bins, and where their pairs go."""
 
     number: int
-    counter: Any  # (1,): the block to be done next
-    structure: Any  # (b,)
-    begin: Any  # first sorted place
-    end: Any
-    start: Any  # first pair
-    room: Any  # pairs that fit
-    found: Any  # pairs found
-    crowd: Any  # room of one atom's search that would do; 0 if it did
-    first: Any  # two atoms at one place; the second counts from 1, 0 if there are none
-    second: Any
+    counter: Ints  # (1,): the block to be done next
+    structure: Ints  # (b,)
+    begin: Ints  # first sorted place
+    end: Ints
+    start: Ints  # first pair
+    room: Ints  # pairs that fit
+    found: Ints  # pairs found
+    crowd: Ints  # room of one atom's search that would do; 0 if it did
+    first: Ints  # two atoms at one place; the second counts from 1, 0 if there are none
+    second: Ints
 
 
 class Results(NamedTuple):
-    """What comes out, by atom of the block of structures; float64 unless noted. Arrays not wanted are empty."""
+    """What comes out, by atom of the block of structures. Arrays not wanted are empty."""
 
-    energies: Any  # (N,)
-    own: Any  # (N, 3): force from the atom's own energy
-    pushed: Any  # (N, 3): force, with the opposite sign, from its neighbours' energies
-    virial: Any  # (N, 9): −Σ_j r_ij ⊗ ∂U_i/∂r_ij, booked on the centre
-    virials: Any  # (N, 9): booked on the neighbour
-    descriptors: Any  # compute dtype, (N, D)
-    pair_start: Any  # int64, (N,), by sorted place
-    pair_count: Any  # int64, (N,)
-    neighbor: Any  # int32, (pairs,)
-    gradient: Any  # compute dtype, (pairs, 3)
-    edge: Any  # compute dtype, (pairs, 3)
+    energies: Doubles  # (N,)
+    own: Doubles  # (N, 3): force from the atom's own energy
+    pushed: Doubles  # (N, 3): force, with the opposite sign, from its neighbours' energies
+    virial: Doubles  # (N, 9): −Σ_j r_ij ⊗ ∂U_i/∂r_ij, booked on the centre
+    virials: Doubles  # (N, 9): booked on the neighbour
+    descriptors: Reals  # (N, D)
+    pair_start: Ints  # (N,), by sorted place
+    pair_count: Ints  # (N,)
+    neighbor: Ints32  # (pairs,)
+    gradient: Reals  # (pairs, 3)
+    edge: Reals  # (pairs, 3)
 
 
 @inner
 def evaluate_blocks(
-    arrays: Blocks, atoms: Bins, parameters: Model, temperatures: Any, types: Present, search: Found, desk: Site,
-    out: Results, wanted: Wanted, widths: Widths,
+    arrays: Blocks, atoms: Bins, model_words: Ints, temperatures: Reals, types: Present, found_words: Ints,
+    site_words: Ints, out: Results, wanted: Wanted, widths: Widths,
 ) -> None:  # fmt: skip
     """Energies and edge gradients of the blocks that this call gets hold of."""
     blocks = bare(arrays)
     bins = bare(atoms)
-    model = bare(parameters)
+    model = unpack(model_words, Model, temperatures)
     present = bare(types)
-    found = bare(search)
-    site = bare(desk)
+    found = unpack(found_words, Found, temperatures)
+    site = unpack(site_words, Site, temperatures)
     results = bare(out)
     align = max(len(widths.full), len(widths.functions))
     while True:
@@ -152,15 +154,15 @@ _SEARCH = (0,) * 16
 
 
 class Targets(NamedTuple):
-    """Ranges of atoms that receive forces, and the sorted places of the centres they come from. All int64."""
+    """Ranges of atoms that receive forces, and the sorted places of the centres they come from."""
 
     number: int
-    counter: Any  # (1,): the range to be done next
-    low: Any
-    high: Any
-    begin: Any  # first centre
-    end: Any
-    whole: Any  # 1 if no centre has neighbours outside the range
+    counter: Ints  # (1,): the range to be done next
+    low: Ints
+    high: Ints
+    begin: Ints  # first centre
+    end: Ints
+    whole: Ints  # 1 if no centre has neighbours outside the range
 
 
 @inner

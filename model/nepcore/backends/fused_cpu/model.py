@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from nepcore.files.nep_txt import NepFile
 
     from .vec import Width
+    from .words import Doubles, Ints, Reals
 
 ANGULAR_TILE = 8
 """Harmonics whose sums are held in registers at a time; their number is padded to a multiple."""
 
 
 class Model(NamedTuple):
-    """What the kernels read. Numbers are int64, arrays flat and of the compute dtype unless noted.
+    """What the kernels read.
 
     R, A: radial and angular functions; K: Chebyshev functions; D: network inputs; H: neurons. Their padded forms are
     multiples of the widths.
@@ -32,11 +33,11 @@ class Model(NamedTuple):
     n_types: int
     n_networks: int
     temperature: bool
-    cutoff: float  # float64, largest radial
-    squared_radial: Any  # float64, (T, T): squared pair cutoffs
-    squared_angular: Any  # float64, (T, T)
-    inverse_radial: Any  # (T, T): inverse pair cutoffs
-    inverse_angular: Any
+    cutoff: float  # largest radial
+    squared_radial: Doubles  # (T, T): squared pair cutoffs
+    squared_angular: Doubles  # (T, T)
+    inverse_radial: Reals  # (T, T): inverse pair cutoffs
+    inverse_angular: Reals
     one_list: bool  # radial and angular part see the same neighbours and the same f_k
     n_radial: int
     rows_radial: int  # R padded to the function width
@@ -47,34 +48,34 @@ class Model(NamedTuple):
     k_angular: int
     l_max: int
     n_harmonics: int  # padded to ANGULAR_TILE
-    c_radial: Any  # (T, T, K, R padded): centre, neighbour
-    c_radial_k: Any  # (T, T, R, K padded)
-    c_angular: Any  # (T, T, K, A padded)
-    squares: Any  # factor of s_b² in its invariant
-    legendre: Any  # (9, 9, 9): l, m, power
+    c_radial: Reals  # (T, T, K, R padded): centre, neighbour
+    c_radial_k: Reals  # (T, T, R, K padded)
+    c_angular: Reals  # (T, T, K, A padded)
+    squares: Reals  # factor of s_b² in its invariant
+    legendre: Reals  # (9, 9, 9): l, m, power
     q222: bool
     q1111: bool
-    term_factors: Any
-    term_sums: Any  # int64, (terms, 3)
-    term_ends: Any  # int64, (5,)
+    term_factors: Reals
+    term_sums: Ints  # (terms, 3)
+    term_ends: Ints  # (5,)
     dim: int
     dim_row: int  # D padded to the full width
-    scaler: Any  # (D,)
+    scaler: Reals  # (D,)
     hidden: int
     hidden_row: int
     hidden2: int  # 0 with one layer
     hidden2_row: int
-    w0: Any  # (M, H, D padded), times the scaler
-    w0_t: Any  # (M, D, H padded), times the scaler
-    b0: Any  # (M, H padded)
-    w1: Any  # (M, H padded); with two layers (M, H2, H padded)
-    w1_t: Any  # two layers: (M, H, H2 padded)
-    b1: Any  # (M, H2 padded)
-    w2: Any  # (M, H2 padded)
-    bias: Any  # float64, (T,): common and own output bias
+    w0: Reals  # (M, H, D padded), times the scaler
+    w0_t: Reals  # (M, D, H padded), times the scaler
+    b0: Reals  # (M, H padded)
+    w1: Reals  # (M, H padded); with two layers (M, H2, H padded)
+    w1_t: Reals  # two layers: (M, H, H2 padded)
+    b1: Reals  # (M, H2 padded)
+    w2: Reals  # (M, H2 padded)
+    bias: Doubles  # (T,): common and own output bias
     zbl: bool
-    zbl_outer: float  # float64, largest
-    zbl_pairs: Any  # float64, (T, T, zbl.WIDTH)
+    zbl_outer: float  # largest
+    zbl_pairs: Doubles  # (T, T, zbl.WIDTH)
 
 
 class Widths(NamedTuple):

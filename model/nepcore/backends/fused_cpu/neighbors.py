@@ -21,6 +21,7 @@ from .simd import fill, fma, load, spread, store, where_less
 if TYPE_CHECKING:
     from .bins import Bins
     from .vec import Width
+    from .words import Doubles, Ints, Ints32
 
 COINCIDENT = 1e-5
 """Atoms closer than this, Å, count as being at one place: no model was made for it, and 1/r² overflows float32."""
@@ -37,13 +38,13 @@ class Found(NamedTuple):
     """Room for the search of one atom, for ``size`` neighbours."""
 
     size: int
-    near: Any  # int32, (size + 64,): sorted places about within reach
-    run: Any  # int32, (size + 64,): stretch of bins in which each was found
-    shift: Any  # float64, (room, 3): shift of each stretch
-    key: Any  # int32, (size + 64,)
-    rank: Any  # int32, (size + 64,)
-    big: Any  # int64, (size,): keys of the sort of many
-    sorted: Any  # int64, (size,): the neighbours in their order
+    near: Ints32  # (size + 64,): sorted places about within reach
+    run: Ints32  # (size + 64,): stretch of bins in which each was found
+    shift: Doubles  # (room, 3): shift of each stretch
+    key: Ints32  # (size + 64,)
+    rank: Ints32  # (size + 64,)
+    big: Ints  # (size,): keys of the sort of many
+    sorted: Ints  # (size,): the neighbours in their order
 
 
 def room(size: int, runs: int) -> Found:

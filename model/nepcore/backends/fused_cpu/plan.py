@@ -93,7 +93,9 @@ def cut(counts: Any, expected: Any) -> Any:
     sizes = np.empty(len(counts), np.int64)
     n = 0
     for s in range(len(counts)):
-        sizes[s] = min(max(np.int64(_BLOCK / (expected[s] + ATOM_WORK)), 1), 64)
+        # Small enough for the threads to end together, large enough for atoms of one type to come one after the other.
+        most = min(max(counts[s] // 32, 8), 64)
+        sizes[s] = min(max(np.int64(_BLOCK / (expected[s] + ATOM_WORK)), 1), most)
         n += (counts[s] + sizes[s] - 1) // sizes[s]
     structure = np.empty(n, np.int64)
     begin = np.empty(n, np.int64)

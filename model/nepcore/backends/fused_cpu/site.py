@@ -20,53 +20,54 @@ from .zbl import repulsion
 
 if TYPE_CHECKING:
     from .model import Model, Widths
+    from .words import Ints, Ints32, Reals
 
 
 class Present(NamedTuple):
-    """The types that occur. All int64."""
+    """The types that occur."""
 
     number: int
-    types: Any  # (number,)
-    slots: Any  # (T,): place of each type among them
+    types: Ints  # (number,)
+    slots: Ints  # (T,): place of each type among them
 
 
 class Site(NamedTuple):
-    """Intermediate arrays of one atom, flat, of the compute dtype unless noted.
+    """Intermediate arrays of one atom.
 
     Rows over neighbours are ``stride`` long: as long as this atom needs, so that they lie close together.
     """
 
-    geo: Any  # (6, stride), radial neighbours; see basis.py
-    geo_angular: Any
-    kind: Any  # int64, (stride,): types of the radial neighbours
-    kind_angular: Any
-    slot: Any  # int32, (stride,): place of the type among those present
-    pair: Any  # int64, (stride,): radial neighbour that an angular one is
-    neighbor: Any  # int64, (stride,): atom
-    f: Any  # (K, stride)
-    df: Any
-    f_angular: Any
-    df_angular: Any
-    g: Any  # (stride, A padded): g_n, functions contiguous
-    dg: Any
-    g_t: Any  # (A padded, stride): g_n, neighbours contiguous
-    dg_t: Any
-    y: Any  # (harmonics, stride)
-    s: Any  # (harmonics, A padded)
-    ds: Any
-    q: Any  # (D + slack,)
-    u: Any
-    hidden: Any  # (H padded,): neurons
-    back: Any  # (H padded,): derivatives by their inputs
-    hidden2: Any
-    back2: Any
-    by_y: Any  # (harmonics, full width)
-    by_f: Any  # (T, K padded): ∂U/∂Σf_k of each type present
-    rows: Any  # (full width, full width)
-    columns: Any  # (K padded, full width)
-    gradient: Any  # (3, stride): ∂U/∂r_ij
-    gradient_angular: Any  # (3, stride), angular neighbours
-    virial: Any  # (9,): −Σ_j r_ij ⊗ ∂U/∂r_ij
+    geo: Reals  # (6, stride), radial neighbours; see basis.py
+    geo_angular: Reals
+    kind: Ints  # (stride,): types of the radial neighbours
+    kind_angular: Ints
+    slot: Ints32  # (stride,): place of the type among those present
+    pair: Ints  # (stride,): radial neighbour that an angular one is
+    neighbor: Ints  # (stride,): atom
+    f: Reals  # (K, stride)
+    df: Reals
+    f_angular: Reals
+    df_angular: Reals
+    g: Reals  # (stride, A padded): g_n, functions contiguous
+    dg: Reals
+    g_t: Reals  # (A padded, stride): g_n, neighbours contiguous
+    dg_t: Reals
+    y: Reals  # (harmonics, stride)
+    s: Reals  # (harmonics, A padded)
+    ds: Reals
+    q: Reals  # (D + slack,)
+    u: Reals
+    hidden: Reals  # (H padded,): neurons
+    back: Reals  # (H padded,): derivatives by their inputs
+    hidden2: Reals
+    back2: Reals
+    by_y: Reals  # (harmonics, full width)
+    by_f: Reals  # (T, K padded): ∂U/∂Σf_k of each type present
+    rows: Reals  # (full width, full width)
+    columns: Reals  # (K padded, full width)
+    gradient: Reals  # (3, stride): ∂U/∂r_ij
+    gradient_angular: Reals  # (3, stride), angular neighbours
+    virial: Reals  # (9,): −Σ_j r_ij ⊗ ∂U/∂r_ij
 
 
 def room(model: Model, widths: Widths, neighbors: int, dtype: str) -> Site:

@@ -11,7 +11,7 @@ from nepcore.errors import StructureError
 from nepcore.structures import PER_ATOM, PROPERTIES, Predictions
 
 from . import neighbors
-from .bins import FAULT, FAULTS, GRID, most_runs, sort_into_bins
+from .bins import FAULT, FAULTS, GRID, sort_into_bins
 from .kernels import Results, Wanted
 from .plan import ATOM_WORK, PIECE, Plan, targets
 from .site import Present
@@ -99,7 +99,7 @@ class Task:
         counts = self.counts[first:last]
         types = backend.types[self.structures.numbers[atoms]]
         N = len(types)
-        bins = sort_into_bins(
+        bins, runs = sort_into_bins(
             self.functions, counts, types, self.positions[atoms], self.cells[first:last], self.pbc[first:last],
             model.cutoff,
         )  # fmt: skip
@@ -114,7 +114,7 @@ class Task:
         )  # fmt: skip
         group = _Group(
             counts, bins, self.structures.temperatures[first:last].astype(dtype), Present(len(kinds), kinds, slots),
-            most_runs(bins), results,
+            runs, results,
         )  # fmt: skip
         plan = Plan(*self.functions.cut(counts, self.density[first:last])[0])
         start = 0
@@ -147,8 +147,8 @@ class Task:
 
             def work(k: int, blocks: Blocks = blocks, results: Results = results, desks: list[Desk] = desks) -> None:
                 self.functions.evaluate_blocks(
-                    blocks, group.bins, self.model, group.temperatures, group.present, desks[k].found, desks[k].site,
-                    results, wanted, backend.widths,
+                    blocks, group.bins, backend.model_words, group.temperatures, group.present, desks[k].found_words,
+                    desks[k].site_words, results, wanted, backend.widths,
                 )  # fmt: skip
 
             backend.crew.share(work, hands)
@@ -169,7 +169,7 @@ class Task:
 
     def _push(self, group: _Group, blocks: Blocks, results: Results, hands: int) -> None:
         """Add the forces on the neighbours of a piece's atoms."""
-        hands = hands if len(results.neighbor) > _SHARED_PAIRS else 1
+        hands = hands if int(blocks.found.sum()) > _SHARED_PAIRS else 1
         table, _ = self.functions.aim(group.counts, blocks.structure, blocks.begin, blocks.end, hands)
         aims = targets(table)
         self.backend.crew.share(lambda _: self.functions.push_neighbors(aims, results, self.wanted), hands)
@@ -211,6 +211,8 @@ def _coincident(i: int, j: int) -> StructureError:
 
 
 def _plain(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    if array.flags.carray and array.dtype == dtype:
+        return array
     return np.require(array, dtype, ["C", "A", "W"])
 
 
