@@ -272,7 +272,7 @@ def test_wrong_names_are_named(tmp_path: object) -> None:
 
 
 def test_progress_counts_every_atom() -> None:
-    calculator = Calculator.of(MODELS["one type"], device="cpu", memory=1e6)
+    calculator = Calculator.of(MODELS["one type"], device="cpu", backend="loop", memory=1e6)
     done: list[int] = []
     calculator.evaluate([crystals.diamond((2, 2, 2)), crystals.diamond()], progress=done.append)
     assert sum(done) == 72

@@ -73,7 +73,8 @@ def resolve(name: str, model: NepFile, device: torch.device, dtype: str, memory:
         report = choices.read(choices.key_of(model, device, dtype))
         if report is not None and (found := of_report(report, model, device, dtype, memory, "cached")) is not None:
             return found
-        if device.type == "cpu" and candidates.is_compiled(model, dtype):
+        at_hand = device.type == "cpu" and candidates.FUSED_CPU in candidates.names()
+        if at_hand and candidates.is_compiled(model, dtype):
             return Resolved(candidates.make(candidates.FUSED_CPU, model, device, dtype, memory), "unmeasured")
     chosen = by_rule(device.type, len(model.elements))
     how = "rule" if name == "rule" else "unmeasured"

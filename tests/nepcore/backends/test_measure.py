@@ -27,6 +27,8 @@ MODEL = synthetic.make_model(("Si", "C"), n_max=(2, 2), basis_size=(3, 3), l_max
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NEPSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    # Another test may have compiled it in this process.
+    monkeypatch.setattr(candidates, "is_compiled", lambda *_: False)
     return tmp_path / "cache"
 
 
