@@ -3,7 +3,7 @@
 It holds no positions and no clock (the time is passed in, in seconds of any clock), and it never waits: while work
 is queued, :meth:`Scheduler.next_batch` gives some of it.
 
-* A batch takes structures of one model up to a bound in atoms (memory) and one in time (as measured on others), and
+* A batch takes structures of one model up to a bound in atoms (memory) and one in time (work ÷ measured speed), and
   at least one structure. Work is atoms × (neighbours + 1). A structure over a bound runs alone, marked ``tiled``: it
   takes the engine as long as it takes, and interactive batches (``urgent_only``) run between its tiles.
 * ``interactive`` goes before ``bulk``. A job that needs more than one batch is bulk whatever it says of itself, so
@@ -73,8 +73,7 @@ class Scheduler:
     Attributes:
         max_atoms: Largest structure that is taken at all.
         max_batch_atoms: Atoms of a batch that fit the memory; for a model a smaller limit may have been learned.
-        max_batch_seconds: Duration of a batch, s; where the overhead of a batch is more than half of that, a batch
-            takes twice the overhead.
+        max_batch_seconds: Duration of a batch, s.
         max_queue_atoms, max_queue_requests: What may wait.
         bulk_share: Share of the time, above 0 and up to a half, that bulk gets while interactive work never ends.
         prior_speed: Work per second taken for a model that was never measured: rather too small, since the first
@@ -239,7 +238,7 @@ class Scheduler:
 
     def seconds(self, model: str, work: float) -> float:
         """Expected duration of a batch, s."""
-        return self._speeds[model].time(work) if model in self._speeds else work / self.prior_speed
+        return work / (self._speeds[model].at(work) if model in self._speeds else self.prior_speed)
 
     def retry_after(self) -> float:
         """Seconds until what is queued and running now will be done."""
@@ -271,9 +270,7 @@ class Scheduler:
 
     def _budget(self, model: str) -> int:
         """Bound of a batch in work."""
-        speed, seconds = self._speeds.get(model), self.max_batch_seconds
-        most = self.prior_speed * seconds if speed is None else speed.most(seconds)
-        return max(1, int(min(most, MOST_WORK)))
+        return max(1, int(min(self.speed(model) * self.max_batch_seconds, MOST_WORK)))
 
     def _fill(self, line: Line) -> Batch | None:
         while line.lanes:
