@@ -159,13 +159,13 @@ def test_pairs_at_the_cutoff_do_not_count(backend: FusedCPU) -> None:
 
 def test_more_neighbors_than_any_room(backend: FusedCPU) -> None:
     """Thousands of neighbours an atom, in the same block as ordinary structures."""
-    grid = np.array(list(product(range(8), repeat=3))) * 0.28
-    dense = Structure.make(["Si"] * 512, grid + np.random.default_rng(0).normal(0, 0.01, grid.shape))
+    grid = np.array(list(product(range(9), repeat=3))) * 0.25
+    dense = Structure.make(["Si"] * 729, grid + np.random.default_rng(0).normal(0, 0.01, grid.shape))
     crystal = crystals.diamond((2, 2, 2))
     result = evaluate(backend, [crystal, dense, crystal])
     assert result["energy"][0] == result["energy"][2] == evaluate(backend, [crystal])["energy"][0]
     wanted = [len(near) for near in brute_force(dense)]
-    assert max(wanted) == 511
+    assert max(wanted) == 728
     assert [len(near) for near in pairs_of(backend, dense)] == wanted
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 COINCIDENT = 1e-5
 """Atoms closer than this, Å, count as being at one place: no model was made for it, and 1/r² overflows float32."""
 
-_SMALL_SORT = 160
+_SMALL_SORT = 512
 """Up to so many neighbours are sorted by counting, for each, those before it."""
 
 
