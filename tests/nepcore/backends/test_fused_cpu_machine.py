@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("numba")
 
+from numba.core.errors import TypingError
+
 from nepcore import synthetic
 from nepcore.backends import fused_cpu
 from nepcore.backends.fused_cpu import FusedCPU, compiled, crew, is_compiled
@@ -152,13 +154,17 @@ def test_a_damaged_disk_is_no_reason_not_to_start(
 
     backend._compiled = Damaged()  # type: ignore[assignment]
     monkeypatch.setattr(fused_cpu.backend, "compiled", lambda **_: real)
-    if isinstance(error, ValueError):  # nothing that a disk does
-        with pytest.raises(ValueError, match="no"):
-            backend.warm_up()
-        return
     with caplog.at_level(logging.WARNING, "nepcore"):
         backend.warm_up()
     assert "each start compiles anew" in caplog.text
+
+
+def test_other_faults_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FusedCPU(synthetic.make_model(("Si",), seed=1), "float32", 1)
+    monkeypatch.setattr(fused_cpu.backend, "compiled", lambda **_: backend._compiled)
+    monkeypatch.setattr(backend, "model_words", None)
+    with pytest.raises(TypingError):
+        backend.warm_up()
 
 
 def test_words_are_checked() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -88,8 +87,9 @@ class FusedCPU:
         try:
             self._try(pair)
             self._compiled.remember(self.dtype, self.widths)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            _log.warning("compiled code cannot be kept on disk (%s); each start compiles anew", error)
+        except Exception as error:
+            # A full disk, a file cut short: unpickling may raise anything. What is not the disk's fault comes again.
+            _log.warning("compiled code on disk cannot be used (%r); each start compiles anew", error)
             self._compiled = compiled(cached=False)
             self._try(pair)
         self._ready = True
