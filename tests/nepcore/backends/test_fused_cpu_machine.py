@@ -12,8 +12,6 @@ import pytest
 
 pytest.importorskip("numba")
 
-from numba.core.errors import TypingError
-
 from nepcore import synthetic
 from nepcore.backends import fused_cpu
 from nepcore.backends.fused_cpu import FusedCPU, compiled, crew, is_compiled
@@ -162,8 +160,12 @@ def test_a_damaged_disk_is_no_reason_not_to_start(
 def test_other_faults_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FusedCPU(synthetic.make_model(("Si",), seed=1), "float32", 1)
     monkeypatch.setattr(fused_cpu.backend, "compiled", lambda **_: backend._compiled)
-    monkeypatch.setattr(backend, "model_words", None)
-    with pytest.raises(TypingError):
+
+    def fault(_: object) -> None:
+        raise RuntimeError("not the disk")
+
+    monkeypatch.setattr(backend, "_try", fault)
+    with pytest.raises(RuntimeError, match="not the disk"):
         backend.warm_up()
 
 
