@@ -31,26 +31,35 @@ import argparse
 import asyncio
 import contextlib
 import http.client
-import itertools
 import json
 import os
 import re
 import subprocess
 import time
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench import systems
+from bench.clients import (
+    HEADER,
+    PROPERTIES,
+    Counts,
+    bodies,
+    body,
+    closed_loop,
+    flood,
+    open_loop,
+    prime,
+    quantiles,
+    steps,
+)
 from nepcore import Structure, Structures
-from nepserve.wire import msgpack_format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-PROPERTIES = ("energy", "forces")
 REPEATS = ((2, 2, 1), (2, 2, 2), (4, 2, 2), (4, 4, 2))
 """Of the cubic cell of 8 atoms: 32, 64, 128 and 256 atoms."""
 CLIENTS = (1, 8, 64, 256)
@@ -184,248 +193,6 @@ def _port(process: subprocess.Popen[bytes]) -> int:
     sys.exit(f"the server did not start (exit code {process.wait()}):\n{''.join(said)}")
 
 
-# -- the generator -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Body:
-    """A request, head included, and what came back for it the first time."""
-
-    data: bytes
-    structures: int
-    expected: bytes = b""
-
-
-def body(block: Structures, priority: str = "") -> Body:
-    content = msgpack_format.pack_request(block, PROPERTIES, None, "f4")
-    head = f"POST /v1/evaluate HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n{priority}"
-    return Body(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content, len(block))
-
-
-def bodies(block: Structures, each: int, priority: str = "") -> list[Body]:
-    return [body(block.slice(a, a + each), priority) for a in range(0, len(block), each)]
-
-
-class Client(asyncio.Protocol):
-    """One kept connection with one request in flight."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-        self._wanted = -1
-        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
-        self._transport: Any = None
-
-    @classmethod
-    async def connect(cls, port: int) -> Client:
-        _, client = await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port)
-        return client
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ConnectionError(f"the server closed the connection: {error}"))
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        if self._wanted < 0:
-            end = self._data.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            found = re.search(rb"content-length: (\d+)", self._data[:end], re.IGNORECASE)
-            assert found is not None
-            self._wanted = end + 4 + int(found[1])
-            self._head = end + 4
-        if len(self._data) >= self._wanted and self._answer is not None:
-            answer, self._answer = self._answer, None
-            answer.set_result((int(self._data[9:12]), bytes(self._data[self._head :])))
-            self._data.clear()
-            self._wanted = -1
-
-    async def post(self, request: bytes) -> tuple[int, bytes]:
-        self._answer = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        return await self._answer
-
-    def close(self) -> None:
-        self._transport.close()
-
-
-@dataclass
-class Counts:
-    """What came of a point of a sweep, in its window of time."""
-
-    exact: bool
-    structures: int = 0
-    good: list[float] = field(default_factory=list)
-    refused: list[float] = field(default_factory=list)
-    wrong: int = 0
-    seconds: float = 0.0
-    spent: str = ""
-
-    def note(self, sent: Body, status: int, content: bytes, took: float) -> None:
-        if status == 200:
-            self.good.append(took)
-            self.structures += sent.structures
-            if not sent.expected:
-                sent.expected = content
-            elif content != sent.expected and (self.exact or len(content) != len(sent.expected)):
-                self.wrong += 1
-        elif status == 429:
-            self.refused.append(took)
-        else:
-            raise RuntimeError(f"HTTP {status}: {content[:300]!r}")
-
-    @property
-    def rate(self) -> float:
-        """Structures/s."""
-        return self.structures / self.seconds if self.seconds else 0.0
-
-    def row(self, name: str) -> str:
-        p50, p99 = quantiles(self.good)
-        text = f"{name:<34} {self.rate:>11.1f} {1e3 * p50:>10.2f} {1e3 * p99:>10.2f}"
-        if self.refused:
-            text += f"   refused {len(self.refused)}, answered after {1e3 * median(self.refused):.2f} ms (p50)"
-        return text + self.spent + (f"   {self.wrong} ANSWERS DIFFER" if self.wrong else "")
-
-
-def quantiles(seconds: Sequence[float]) -> tuple[float, float]:
-    ordered = sorted(seconds) or [float("nan")]
-    return median(ordered), ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-
-
-HEADER = f"{'':<34} {'structures/s':>12} {'p50 ms':>9} {'p99 ms':>10}"
-
-
-async def prime(port: int, requests: Sequence[Body]) -> None:
-    """Ask for each body alone, so that there is something to compare with."""
-    client = await Client.connect(port)
-    for each in requests:
-        status, each.expected = await client.post(each.data)
-        if status != 200:
-            raise RuntimeError(f"HTTP {status}: {each.expected[:300]!r}")
-    client.close()
-
-
-async def closed_loop(server: Server, requests: Sequence[Body], clients: int, seconds: float, *, exact: bool) -> Counts:
-    """Clients with one request in flight each; counted after each of them had an answer."""
-    counts = Counts(exact)
-    port = server.port
-    before: tuple[float, ...] = ()
-    links = [await Client.connect(port) for _ in range(clients)]
-    turn = itertools.cycle(requests)
-    loop = asyncio.get_running_loop()
-    warm = 0
-    begin, end = 0.0, loop.time() + 20 * seconds
-
-    async def work(link: Client) -> None:
-        nonlocal warm, begin, end, before
-        first = True
-        while loop.time() < end:
-            sent = next(turn)
-            started = loop.time()
-            status, content = await link.post(sent.data)
-            now = loop.time()
-            if begin and now <= end:
-                counts.note(sent, status, content, now - started)
-                counts.seconds = now - begin
-            if first:
-                first = False
-                warm += 1
-                if warm == clients:
-                    # The queue is as long as it will be; time begins to count.
-                    before = server.spent()
-                    begin, end = loop.time(), loop.time() + seconds
-
-    await asyncio.gather(*(work(link) for link in links))
-    if before and counts.structures:
-        # Until the last answer, which may have come after the window.
-        passed = loop.time() - begin
-        front, engine, busy = (now - then for now, then in zip(server.spent(), before, strict=True))
-        done = max(1.0, counts.rate * passed)
-        counts.spent = f"   front {1e3 * front / done:.3f}"
-        if server.engine:
-            counts.spent += f", engine {1e3 * engine / done:.3f} ms cpu a structure, busy {busy / passed:.0%}"
-    for link in links:
-        link.close()
-    return counts
-
-
-async def open_loop(
-    port: int, requests: Sequence[Body], per_second: float, seconds: float, *, exact: bool, most: int = 2000
-) -> Counts:
-    """Requests by the clock, each on a connection that is free, or a new one; the first fifth is not counted."""
-    counts = Counts(exact)
-    free: list[Client] = []
-    tasks: set[asyncio.Task[None]] = set()
-    turn = itertools.cycle(requests)
-    loop = asyncio.get_running_loop()
-    begin = loop.time()
-    counted = begin + seconds / 5
-
-    async def one(sent: Body, due: float) -> None:
-        link = free.pop() if free else await Client.connect(port)
-        # A refusal is answered at once: its time counts from the sending. Work counts from when it was due.
-        started = loop.time()
-        status, content = await link.post(sent.data)
-        now = loop.time()
-        free.append(link)
-        if counted <= now <= begin + seconds:
-            counts.note(sent, status, content, now - (due if status == 200 else started))
-
-    number = int(per_second * seconds)
-    for i in range(number):
-        due = begin + i / per_second
-        if (pause := due - loop.time()) > 0:
-            await asyncio.sleep(pause)
-        if len(tasks) < most:
-            task = asyncio.ensure_future(one(next(turn), due))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-    await asyncio.gather(*tasks)
-    counts.seconds = seconds - seconds / 5
-    for link in free:
-        link.close()
-    return counts
-
-
-async def steps(port: int, request: Body, calls: int, pause: float) -> list[float]:
-    """Seconds of each call of one client that makes a pause between two, as an integrator does."""
-    link = await Client.connect(port)
-    took = []
-    for _ in range(calls):
-        await asyncio.sleep(pause)
-        started = time.perf_counter()
-        status, content = await link.post(request.data)
-        took.append(time.perf_counter() - started)
-        if status != 200:
-            raise RuntimeError(f"HTTP {status}: {content[:300]!r}")
-    link.close()
-    return took
-
-
-@contextlib.asynccontextmanager
-async def flood(port: int, requests: Sequence[Body], clients: int) -> Any:
-    """Clients that send without end; what they get is not looked at."""
-    links = [await Client.connect(port) for _ in range(clients)]
-    turn = itertools.cycle(requests)
-
-    async def work(link: Client) -> None:
-        while True:
-            await link.post(next(turn).data)
-
-    tasks = [asyncio.ensure_future(work(link)) for link in links]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for link in links:
-            link.close()
-
-
 # -- the yardsticks ------------------------------------------------------------------------------------------------
 
 
@@ -511,19 +278,19 @@ def ideal(options: argparse.Namespace) -> tuple[float, int, float, str]:
 # -- the sweeps ----------------------------------------------------------------------------------------------------
 
 
-async def closed(server: Server, block: Structures, options: argparse.Namespace, name: str) -> dict[int, float]:
-    """Best rate by structures in a body."""
-    best = {}
+async def closed(server: Server, block: Structures, options: argparse.Namespace, name: str) -> dict[int, Counts]:
+    """The best point by structures in a body."""
+    best: dict[int, Counts] = {}
     for each in (1, 64):
         requests = bodies(block, each)
         await prime(server.port, requests)
-        best[each] = 0.0
+        best[each] = Counts(options.exact)
         for clients in CLIENTS:
-            if clients * each > 10 * options.seconds * max(best.values()) > 0:
+            if clients * each > 10 * options.seconds * max(found.rate for found in best.values()) > 0:
                 print(f"{name}, {clients} clients, {each} a body: left out, each would wait too long", flush=True)
                 continue
             found = await closed_loop(server, requests, clients, options.seconds, exact=options.exact)
-            best[each] = max(best[each], found.rate)
+            best[each] = max(best[each], found, key=lambda counts: counts.rate)
             print(found.row(f"{name}, {clients} clients, {each} a body"), flush=True)
     return best
 
@@ -533,7 +300,7 @@ async def offered(server: Server, block: Structures, best: float, options: argpa
     await prime(server.port, requests)
     for share in OFFERED:
         rate = share * best / 64
-        found = await open_loop(server.port, requests, rate, 3 * options.seconds, exact=options.exact)
+        found = await open_loop(server, requests, rate, 3 * options.seconds, exact=options.exact)
         print(found.row(f"offered {share * best:.0f}/s ({share:.0%})"), flush=True)
 
 
@@ -547,16 +314,18 @@ async def urgent(server: Server, block: Structures, options: argparse.Namespace)
     bulk = bodies(block, 64, "X-Priority: bulk\r\n")
     whole = [body(Structures.concatenate([block] * max(1, 4096 // len(block))))]
     for what, requests, clients in (("64 clients of bulk bodies", bulk, 64), ("two uploads of 4,096", whole, 2)):
-        count, total = server.metric("nepserve_batches_total"), server.metric("nepserve_batch_device_seconds_sum")
         async with flood(server.port, requests, clients):
             await asyncio.sleep(options.seconds / 2)
+            count, total = server.metric("nepserve_batches_total"), server.metric("nepserve_batch_device_seconds_sum")
+            await asyncio.sleep(options.seconds)
+            # Of the flood alone: the steps are batches, too, and short ones.
+            batch = (server.metric("nepserve_batch_device_seconds_sum") - total) / max(
+                1.0, server.metric("nepserve_batches_total") - count
+            )
             took = quantiles(await steps(server.port, one, calls, 0.002))
-        batch = (server.metric("nepserve_batch_device_seconds_sum") - total) / (
-            server.metric("nepserve_batches_total") - count
-        )
         print(
             f"{'64 atoms, ' + what:<34} {'':>11} {1e3 * took[0]:>10.2f} {1e3 * took[1]:>10.2f}"
-            f"   p50 + {1e3 * (took[0] - quiet[0]):.1f} ms; a batch takes {1e3 * batch:.1f} ms on average",
+            f"   p50 + {1e3 * (took[0] - quiet[0]):.1f} ms; a bulk batch takes {1e3 * batch:.1f} ms",
             flush=True,
         )
 
@@ -566,7 +335,7 @@ async def overload(server: Server, block: Structures, each: int, options: argpar
     await prime(server.port, requests[:64])
     peak = await closed_loop(server, requests, 32 if each > 1 else 64, options.seconds, exact=options.exact)
     print(peak.row(f"peak before, {each} a body"), flush=True)
-    found = await open_loop(server.port, requests, 3 * peak.rate / each, 3 * options.seconds, exact=options.exact)
+    found = await open_loop(server, requests, 3 * peak.rate / each, 3 * options.seconds, exact=options.exact)
     print(found.row("three times that"), flush=True)
     again = await closed_loop(server, requests, 32 if each > 1 else 64, options.seconds, exact=options.exact)
     print(again.row("peak after"), flush=True)
@@ -596,16 +365,16 @@ def main() -> None:
     on_generator = cores()[2]
     if on_generator:
         os.sched_setaffinity(0, on_generator)
-    best = {64: before[0]}
+    best = Counts(options.exact, int(before[0]), seconds=1.0)
     if "naive" in wanted:
         with serving(options, naive=True) as server:
             asyncio.run(closed(server, block, options, "naive"))
     if wanted & {"closed", "offered", "urgent"}:
         with serving(options) as server:
             if "closed" in wanted:
-                best = asyncio.run(closed(server, block, options, "nepserve"))
+                best = asyncio.run(closed(server, block, options, "nepserve"))[64]
             if "offered" in wanted:
-                asyncio.run(offered(server, block, best[64], options))
+                asyncio.run(offered(server, block, best.rate, options))
             if "urgent" in wanted:
                 asyncio.run(urgent(server, block, options))
     if "overload" in wanted:
@@ -619,8 +388,12 @@ def main() -> None:
     after = ideal(options)
     print(f"{f'ideal, again, {after[1]} a batch':<34} {after[0]:>11.1f} {after[2]:>43.3f} ms cpu a structure")
     if "closed" in wanted:
-        share = best[64] / ((before[0] + after[0]) / 2)
+        share = best.rate / ((before[0] + after[0]) / 2)
         print(f"64 structures a body: {share:.1%} of the ideal (mean of before and after)")
+        if best.engine_cpu:
+            # What others do on the machine meanwhile has less to do with this one.
+            share = (before[2] + after[2]) / 2 / best.engine_cpu * best.busy
+            print(f"by processor time: {share:.1%} (of the library ÷ of the engine × its share of busy time)")
     print(f"load of the machine at the end {os.getloadavg()[0]:.1f}")
 
 
