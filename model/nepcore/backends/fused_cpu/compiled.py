@@ -173,16 +173,16 @@ def _build(stamp: int, cache: bool) -> SimpleNamespace:
     @compile_
     def evaluate_blocks(
         blocks: Any, bins: Any, model: Any, temperatures: Any, present: Any, found: Any, site: Any, results: Any,
-        wanted: Any, widths: Any,
+        wanted: Any, widths: Any, first: Any,
     ) -> int:  # fmt: skip
         kernels.evaluate_blocks(
-            blocks, bins, model, temperatures, present, found, site, results, wanted, widths
+            blocks, bins, model, temperatures, present, found, site, results, wanted, widths, first
         )  # fmt: skip
         return stamp
 
     @compile_
-    def push_neighbors(targets: Any, results: Any, wanted: Any) -> int:
-        kernels.push_neighbors(targets, results, wanted)
+    def push_neighbors(targets: Any, results: Any, wanted: Any, first: Any) -> int:
+        kernels.push_neighbors(targets, results, wanted, first)
         return stamp
 
     @compile_

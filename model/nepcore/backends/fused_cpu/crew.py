@@ -33,10 +33,11 @@ class Crew:
         self._started = 0
         self._process = os.getpid()
 
-    def share(self, work: Callable[[int], object], hands: int) -> None:
+    def share(self, work: Callable[[int], object], hands: int, finished: Callable[[], bool] | None = None) -> None:
         """Call ``work(0)`` here and ``work(1)`` … ``work(hands − 1)`` elsewhere, at the same time.
 
-        ``work`` must release the interpreter lock to gain anything, and must tolerate that one call does it all.
+        ``work`` must release the interpreter lock to gain anything, and must tolerate that one call does it all, and
+        that a call comes when all is done. If ``finished`` says so after the call here, nobody is waited for.
 
         Raises:
             BaseException: The first that a call raised, when all have ended.
@@ -59,6 +60,8 @@ class Crew:
             while True:
                 self._jobs.get_nowait()
                 others -= 1
+        if failure is None and finished is not None and finished():
+            return
         # An interrupt must not leave the others writing into arrays that are used again.
         while others:
             try:

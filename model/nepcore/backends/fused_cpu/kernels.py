@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
     """Pieces of work: atoms of one structure, consecutive in its bins, and where their pairs go."""
 
     number: int
-    counter: Ints  # (1,): the block to be done next
+    counter: Ints  # (2,): the block to be done next, blocks done
     structure: Ints  # (b,)
     begin: Ints  # first sorted place
     end: Ints
@@ -48,6 +48,10 @@ class Blocks(NamedTuple):
     crowd: Ints  # room of one atom's search that would do; 0 if it did
     first: Ints  # two atoms at one place; the second counts from 1, 0 if there are none
     second: Ints
+
+    def done(self) -> bool:
+        """Whether nothing is left, nor being worked on."""
+        return bool(self.counter[1] >= self.number)
 
 
 class Results(NamedTuple):
@@ -69,9 +73,9 @@ class Results(NamedTuple):
 @inner
 def evaluate_blocks(
     arrays: Blocks, atoms: Bins, model_words: Ints, temperatures: Reals, types: Present, found_words: Ints,
-    site_words: Ints, out: Results, wanted: Wanted, widths: Widths,
+    site_words: Ints, out: Results, wanted: Wanted, widths: Widths, first: bool,
 ) -> None:  # fmt: skip
-    """Energies and edge gradients of the blocks that this call gets hold of."""
+    """Energies and edge gradients of the blocks that this call gets hold of; the ``first`` waits for the others."""
     blocks = bare(arrays)
     bins = bare(atoms)
     model = unpack(model_words, Model, temperatures)
@@ -83,7 +87,7 @@ def evaluate_blocks(
     while True:
         b = fetch_add(blocks.counter, 0, 1)
         if b >= blocks.number:
-            return
+            break
         s = blocks.structure[b]
         at = blocks.start[b]
         room = blocks.room[b]
@@ -148,32 +152,42 @@ def evaluate_blocks(
                         for k in range(9):
                             results.virial[9 * i + k] = site.virial[k]
         blocks.found[b] = pairs
+        fetch_add(blocks.counter, 1, 1)
+    if first:
+        _linger(blocks.counter, blocks.number)
 
 
 _SEARCH = (0,) * 16
+
+_LINGER = 10_000
+"""Looks at the others' progress before going to sleep: some hundred microseconds."""
 
 
 class Targets(NamedTuple):
     """Ranges of atoms that receive forces, and the sorted places of the centres they come from."""
 
     number: int
-    counter: Ints  # (1,): the range to be done next
+    counter: Ints  # (2,): the range to be done next, ranges done
     low: Ints
     high: Ints
     begin: Ints  # first centre
     end: Ints
     whole: Ints  # 1 if no centre has neighbours outside the range
 
+    def done(self) -> bool:
+        """Whether nothing is left, nor being worked on."""
+        return bool(self.counter[1] >= self.number)
+
 
 @inner
-def push_neighbors(arrays: Targets, out: Results, wanted: Wanted) -> None:
+def push_neighbors(arrays: Targets, out: Results, wanted: Wanted, first: bool) -> None:
     """Add what centres do to their neighbours, in the order of the centres in the bins, then of their pairs."""
     targets = bare(arrays)
     results = bare(out)
     while True:
         t = fetch_add(targets.counter, 0, 1)
         if t >= targets.number:
-            return
+            break
         low = targets.low[t]
         high = targets.high[t]
         for place in range(targets.begin[t], targets.end[t]):
@@ -196,6 +210,17 @@ def push_neighbors(arrays: Targets, out: Results, wanted: Wanted) -> None:
                         results.virials[3 * j + 3 * row] -= r * gx
                         results.virials[3 * j + 3 * row + 1] -= r * gy
                         results.virials[3 * j + 3 * row + 2] -= r * gz
+        fetch_add(targets.counter, 1, 1)
+    if first:
+        _linger(targets.counter, targets.number)
+
+
+@inner
+def _linger(counter: Any, number: int) -> None:
+    """Wait a little for the others: to sleep and to be woken would take longer than their last blocks."""
+    for _ in range(_LINGER):
+        if fetch_add(counter, 1, 0) >= number:
+            break
 
 
 @inner

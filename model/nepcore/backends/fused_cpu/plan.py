@@ -67,10 +67,15 @@ class Plan:
         return len(self.structure)
 
     def stop(self, start: int, work: float) -> int:
-        """First block behind a piece that begins with block ``start`` and has about that much work."""
-        if self.total[-1] - self.total[start] <= work:
+        """First block behind a piece that begins with block ``start`` and has about that much work, or less.
+
+        What is left is cut evenly: a small last piece would keep threads waiting for each other.
+        """
+        left = self.total[-1] - self.total[start]
+        if left <= work:
             return len(self)
-        return max(start + 1, int(np.searchsorted(self.total, self.total[start] + work)))
+        share = left / math.ceil(left / work)
+        return max(start + 1, int(np.searchsorted(self.total, self.total[start] + share)))
 
     def work(self, start: int, stop: int) -> float:
         """Work of blocks ``start`` to ``stop`` − 1."""
@@ -82,7 +87,7 @@ class Plan:
         notes = np.zeros((5, n), np.int64)
         np.cumsum(rooms[:-1], out=notes[0, 1:])
         return Blocks(
-            n, np.zeros(1, np.int64), self.structure[start:stop], self.begin[start:stop], self.end[start:stop],
+            n, np.zeros(2, np.int64), self.structure[start:stop], self.begin[start:stop], self.end[start:stop],
             notes[0], rooms, notes[1], notes[2], notes[3], notes[4],
         )  # fmt: skip
 
@@ -94,7 +99,7 @@ def cut(counts: Any, expected: Any) -> Any:
     n = 0
     for s in range(len(counts)):
         # Small enough for the threads to end together, large enough for atoms of one type to come one after the other.
-        most = min(max(counts[s] // 32, 8), 64)
+        most = min(max(counts[s] // 64, 8), 64)
         sizes[s] = min(max(np.int64(_BLOCK / (expected[s] + ATOM_WORK)), 1), most)
         n += (counts[s] + sizes[s] - 1) // sizes[s]
     structure = np.empty(n, np.int64)
@@ -120,7 +125,7 @@ def cut(counts: Any, expected: Any) -> Any:
 
 def targets(table: NDArray[np.int64]) -> Targets:
     """For the kernels, what :func:`aim` found."""
-    return Targets(table.shape[1], np.zeros(1, np.int64), table[0], table[1], table[2], table[3], table[4])
+    return Targets(table.shape[1], np.zeros(2, np.int64), table[0], table[1], table[2], table[3], table[4])
 
 
 @inner

@@ -87,7 +87,7 @@ class Task:
         start = 0
         while start < len(total):
             done = total[start - 1] if start else 0.0
-            stop = max(start + 1, int(np.searchsorted(total, done + PIECE, side="right")))
+            stop = max(start + 1, int(np.searchsorted(total, done + PIECE * self.backend.threads, side="right")))
             yield from self._group(start, stop)
             start = stop
 
@@ -137,7 +137,7 @@ class Task:
     def _piece(self, group: _Group, plan: Plan, start: int, offset: int) -> int:
         """Evaluate a piece, the blocks of ``plan`` from ``start`` on; the block after its last."""
         backend, wanted = self.backend, self.wanted
-        stop = plan.stop(start, PIECE)
+        stop = plan.stop(start, PIECE * backend.threads)
         rooms = plan.pairs[start:stop] if wanted.gradient else np.zeros(stop - start, np.int64)
         while True:
             hands = backend.threads if plan.work(start, stop) > _SHARED_WORK else 1
@@ -148,10 +148,10 @@ class Task:
             def work(k: int, blocks: Blocks = blocks, results: Results = results, desks: list[Desk] = desks) -> None:
                 self.functions.evaluate_blocks(
                     blocks, group.bins, backend.model_words, group.temperatures, group.present, desks[k].found_words,
-                    desks[k].site_words, results, wanted, backend.widths,
+                    desks[k].site_words, results, wanted, backend.widths, k == 0,
                 )  # fmt: skip
 
-            backend.crew.share(work, hands)
+            backend.crew.share(work, hands, blocks.done)
             crowd = int(blocks.crowd.max())
             backend.crowd = max(backend.crowd, crowd)
             if wanted.gradient and (blocks.found > rooms).any():
@@ -172,7 +172,11 @@ class Task:
         hands = hands if int(blocks.found.sum()) > _SHARED_PAIRS else 1
         table, _ = self.functions.aim(group.counts, blocks.structure, blocks.begin, blocks.end, hands)
         aims = targets(table)
-        self.backend.crew.share(lambda _: self.functions.push_neighbors(aims, results, self.wanted), hands)
+        self.backend.crew.share(
+            lambda k: self.functions.push_neighbors(aims, results, self.wanted, k == 0),
+            hands,
+            aims.done,
+        )
 
     def _note_coincident(self, group: _Group, blocks: Blocks, offset: int) -> None:
         if not blocks.second.any():
