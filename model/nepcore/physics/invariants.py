@@ -87,7 +87,7 @@ def monomials(switch: str, l_max: int) -> tuple[Monomial, ...]:
 
 
 @cache
-def _gradient_terms(switch: str, l_max: int) -> tuple[tuple[int, tuple[Monomial, ...]], ...]:
+def gradient_terms(switch: str, l_max: int) -> tuple[tuple[int, tuple[Monomial, ...]], ...]:
     """Derivative of the invariant by each b: (b, monomials), equal ones gathered."""
     by_index: dict[int, dict[tuple[int, ...], float]] = {}
     for factor, indices in monomials(switch, l_max):
@@ -118,7 +118,7 @@ def tables(
         if not terms:
             out.append(None)
             continue
-        by_index = dict(_gradient_terms(switch, l_max))
+        by_index = dict(gradient_terms(switch, l_max))
         longest = max(map(len, by_index.values()))
         rest = (0,) * (len(terms[0][1]) - 1)
         flat: list[Monomial] = []
@@ -214,6 +214,6 @@ def gradient(
         return total
     for position, name in enumerate(switches):
         f = slope[l_max + position]
-        for b, terms in _gradient_terms(name, l_max):
+        for b, terms in gradient_terms(name, l_max):
             out[b] = out[b] + f * _polynomial(s, terms)
     return torch.stack(out)

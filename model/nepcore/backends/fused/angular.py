@@ -1,0 +1,261 @@
+"""Kernels of the angular part: sums s_nb and their invariants, slopes by the sums, and forces from those."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .harmonics import harmonics, legendre, legendre_slope, powers
+from .invariants import gradient, invariants
+from .pairs import basis, basis_slopes, centres, length, neighbour, quad, zeros
+
+
+@triton.jit
+def contracted(f, c, N_A: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr):
+    """g_n = Σ_k c_nk f_k for n = 0 … N_A − 1, with rows of coefficients from each pointer of a tile on."""
+    g = ()
+    for n in tl.static_range(N_A):
+        value = tl.zeros_like(f[0])
+        for part in tl.static_range(ROW // 4):
+            c4 = quad(c + (n * ROW + 4 * part))
+            for k in tl.static_range(4):
+                if 4 * part + k < K:
+                    value += c4[k] * f[4 * part + k]
+        g = g + (value,)
+    return g
+
+
+@triton.jit(do_not_specialize=["N", "MA"])
+def angular_sums(
+    rows, structure, cells, units, index, image, count, c, inverse_rc, sums, q,
+    N, MA, P,
+    N_A: tl.constexpr, N_ROW: tl.constexpr, K: tl.constexpr, C_FUNCTIONS: tl.constexpr, C_ROW: tl.constexpr,
+    L: tl.constexpr, SWITCHES: tl.constexpr, FIRST: tl.constexpr, IMAGES: tl.constexpr,
+    A: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """s_nb(i) = Σ_j g_n(r_ij) Y_b and the blocks of the descriptor, of A atoms and GROUP functions n a program.
+
+    Writes sums (N, B, N_ROW), where angular functions are padded to rows, and the descriptor's rows from FIRST on:
+    q (D, N), not scaled.
+    """
+    i = tl.program_id(0) * A + tl.arange(0, A)
+    n_first = tl.program_id(1) * GROUP
+    inside = i < N
+    B: tl.constexpr = L * (L + 2)
+    centre, ti, s, cell = centres(rows, structure, cells, i, inside)
+    n_slots = tl.load(count + i, mask=inside, other=0)[:, None]
+    first = i.to(tl.int64)[:, None] * MA
+    slot = tl.arange(0, G)[None, :]
+    total = zeros(tl.zeros([A, G], tl.float32), GROUP * B)
+    start = 0
+    most = tl.max(tl.max(n_slots, axis=1), axis=0)
+    while start < most:
+        live = slot + start < n_slots
+        at = first + slot + start
+        j = tl.load(index + at, mask=live, other=0)
+        rx, ry, rz, tj = neighbour(rows, units, image, at, j, live, centre, s, cell, IMAGES)
+        r, inverse = length(rx, ry, rz, live)
+        pair = ti * P + tj
+        f = basis(r, tl.load(inverse_rc + pair), K)
+        g = contracted(f, c + (pair * C_FUNCTIONS + n_first) * C_ROW, GROUP, K, C_ROW)
+        y = harmonics(rx * inverse, ry * inverse, rz * inverse, L)
+        after = ()
+        for n in tl.static_range(GROUP):
+            for b in tl.static_range(B):
+                after = after + (total[n * B + b] + g[n] * y[b],)
+        total = after
+        start += G
+    wide = i.to(tl.int64)
+    for n in tl.static_range(GROUP):
+        own = ()
+        for b in tl.static_range(B):
+            own = own + (tl.sum(total[n * B + b], axis=1),)
+        there = inside & (n_first + n < N_A)
+        for b in tl.static_range(B):
+            tl.store(sums + (wide * B + b) * N_ROW + n_first + n, own[b], mask=there)
+        blocks = invariants(own, L, SWITCHES)
+        for block in tl.static_range(len(blocks)):
+            row = FIRST + block * N_A + n_first + n
+            tl.store(q + row * N.to(tl.int64) + i, blocks[block], mask=there)
+
+
+@triton.jit(do_not_specialize=["N"])
+def angular_slopes(
+    sums, f,
+    N,
+    N_A: tl.constexpr, N_ROW: tl.constexpr, L: tl.constexpr, SWITCHES: tl.constexpr, BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """∂U_i/∂s_nb = Σ_blocks ∂U_i/∂q · ∂q/∂s_nb, in the place of the sums (N, B, N_ROW); a lane has one atom and n.
+
+    f (D, N) has the slopes by the descriptor.
+    """
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    i = lane // N_ROW
+    n = (lane % N_ROW).to(tl.int32)
+    there = (i < N) & (n < N_A)
+    B: tl.constexpr = L * (L + 2)
+    place = sums + i * (B * N_ROW) + n
+    s = ()
+    for b in tl.static_range(B):
+        s = s + (tl.load(place + b * N_ROW, mask=there, other=0.0),)
+    slope = ()
+    for block in tl.static_range(BLOCKS):
+        row = (FIRST + block * N_A + n).to(tl.int64)
+        slope = slope + (tl.load(f + row * N + i, mask=there, other=0.0),)
+    d = gradient(s, slope, L, SWITCHES)
+    for b in tl.static_range(B):
+        tl.store(place + b * N_ROW, d[b], mask=there)
+
+
+@triton.jit(do_not_specialize=["N", "MA"])
+def angular_forces(
+    rows, structure, cells, units, index, image, count, c, inverse_rc, slopes, push, forces,
+    N, MA, P,
+    N_A: tl.constexpr, N_ROW: tl.constexpr, K: tl.constexpr, C_FUNCTIONS: tl.constexpr, C_ROW: tl.constexpr,
+    L: tl.constexpr, IMAGES: tl.constexpr,
+    A: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """G_ij = ∂U_i/∂r_ij of A atoms, G neighbours at a time: push (N, MA, 4); their sum is added to the forces.
+
+    With D_nb = ∂U_i/∂s_nb, P_b = Σ_n D_nb g_n and Q_b = Σ_n D_nb g_n′:
+    G = r̂ Σ_b Q_b Y_b + (1/r) (1 − r̂ r̂ᵀ) Σ_b P_b ∇Y_b.
+    """
+    i = tl.program_id(0) * A + tl.arange(0, A)
+    inside = i < N
+    B: tl.constexpr = L * (L + 2)
+    centre, ti, s, cell = centres(rows, structure, cells, i, inside)
+    n_slots = tl.load(count + i, mask=inside, other=0)[:, None]
+    wide = i.to(tl.int64)[:, None]
+    first = wide * MA
+    slot = tl.arange(0, G)[None, :]
+    zero = tl.zeros([A, G], tl.float32)
+    own = slopes + tl.minimum(wide, N - 1) * (B * N_ROW) + tl.zeros([A, G], tl.int64)
+    force = zeros(zero, 3)
+    start = 0
+    most = tl.max(tl.max(n_slots, axis=1), axis=0)
+    while start < most:
+        live = slot + start < n_slots
+        at = first + slot + start
+        j = tl.load(index + at, mask=live, other=0)
+        rx, ry, rz, tj = neighbour(rows, units, image, at, j, live, centre, s, cell, IMAGES)
+        r, inverse = length(rx, ry, rz, live)
+        pair = ti * P + tj
+        scale = tl.load(inverse_rc + pair)
+        coefficients = c + pair * (C_FUNCTIONS * C_ROW)
+        g = contracted(basis(r, scale, K), coefficients, N_A, K, C_ROW)
+        dg = contracted(basis_slopes(r, scale, K), coefficients, N_A, K, C_ROW)
+        x = rx * inverse
+        y = ry * inverse
+        z = rz * inverse
+        z2 = z * z
+        re, im = powers(x, y, L)
+        along = zero  # Σ_b Q_b Y_b
+        px = zero  # Σ_b P_b ∇Y_b
+        py = zero
+        pz = zero
+        for m in tl.static_range(L + 1):
+            # Over all l: Σ Q P_lm, Σ P P_lm, Σ P P_lm′, of the real and of the imaginary polynomials.
+            q_re = zero
+            q_im = zero
+            p_re = zero
+            p_im = zero
+            t_re = zero
+            t_im = zero
+            for l in tl.static_range(m if m else 1, L + 1):
+                b: tl.constexpr = l * l - 1 + (2 * m - 1 if m else 0)
+                v = legendre(z, z2, l, m)
+                big_p, big_q = spread(own, g, dg, b, N_A, N_ROW)
+                q_re += big_q * v
+                p_re += big_p * v
+                if m:
+                    big_p_im, big_q_im = spread(own, g, dg, b + 1, N_A, N_ROW)
+                    q_im += big_q_im * v
+                    p_im += big_p_im * v
+                if m < l:
+                    dv = legendre_slope(z, z2, l, m)
+                    t_re += big_p * dv
+                    if m:
+                        t_im += big_p_im * dv
+            if m == 0:
+                along += q_re
+                pz += t_re
+            else:
+                along += q_re * re[m] + q_im * im[m]
+                pz += t_re * re[m] + t_im * im[m]
+                px += m * (p_re * re[m - 1] + p_im * im[m - 1])
+                py += m * (p_im * re[m - 1] - p_re * im[m - 1])
+        along -= inverse * (px * x + py * y + pz * z)
+        gx = tl.where(live, along * x + inverse * px, 0.0)
+        gy = tl.where(live, along * y + inverse * py, 0.0)
+        gz = tl.where(live, along * z + inverse * pz, 0.0)
+        four = tl.reshape(tl.join(tl.join(gx, gz), tl.join(gy, zero)), (A, G, 4))
+        tl.store(push + (4 * at)[:, :, None] + tl.arange(0, 4)[None, None, :], four, mask=live[:, :, None])
+        force = (force[0] + gx, force[1] + gy, force[2] + gz)
+        start += G
+    wide = i.to(tl.int64)
+    for d in tl.static_range(3):
+        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=1)
+        tl.store(forces + 3 * wide + d, value, mask=inside)
+
+
+@triton.jit
+def spread(own, g, dg, b: tl.constexpr, N_A: tl.constexpr, N_ROW: tl.constexpr):
+    """P_b = Σ_n D_nb g_n and Q_b = Σ_n D_nb g_n′, with D_nb = own[b, n]."""
+    p = tl.zeros_like(g[0])
+    q = tl.zeros_like(g[0])
+    for part in tl.static_range(N_ROW // 4):
+        d4 = quad(own + (b * N_ROW + 4 * part))
+        for n in tl.static_range(4):
+            if 4 * part + n < N_A:
+                p += d4[n] * g[4 * part + n]
+                q += d4[n] * dg[4 * part + n]
+    return p, q
+
+
+@triton.jit(do_not_specialize=["N", "MA"])
+def angular_gather(
+    rows, structure, cells, units, index, image, count, reverse, push, forces, virials,
+    N, MA,
+    IMAGES: tl.constexpr, VIRIALS: tl.constexpr,
+    A: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """What the neighbours' energies do: F_i −= Σ_j G_ji, W_i += Σ_j r_ij ⊗ G_ji, each found by its reverse pair."""
+    i = tl.program_id(0) * A + tl.arange(0, A)
+    inside = i < N
+    n_slots = tl.load(count + i, mask=inside, other=0)[:, None]
+    first = i.to(tl.int64)[:, None] * MA
+    slot = tl.arange(0, G)[None, :]
+    zero = tl.zeros([A, G], tl.float32)
+    force = zeros(zero, 3)
+    if VIRIALS:
+        centre, _, s, cell = centres(rows, structure, cells, i, inside)
+    virial = zeros(zero, 9 if VIRIALS else 0)
+    start = 0
+    most = tl.max(tl.max(n_slots, axis=1), axis=0)
+    while start < most:
+        live = slot + start < n_slots
+        at = first + slot + start
+        back = tl.load(reverse + at, mask=live, other=0).to(tl.int64)
+        gx, gy, gz, _ = quad(push + 4 * back)
+        gx = tl.where(live, gx, 0.0)
+        gy = tl.where(live, gy, 0.0)
+        gz = tl.where(live, gz, 0.0)
+        force = (force[0] - gx, force[1] - gy, force[2] - gz)
+        if VIRIALS:
+            j = tl.load(index + at, mask=live, other=0)
+            rx, ry, rz, _ = neighbour(rows, units, image, at, j, live, centre, s, cell, IMAGES)
+            virial = (
+                virial[0] + rx * gx, virial[1] + rx * gy, virial[2] + rx * gz,
+                virial[3] + ry * gx, virial[4] + ry * gy, virial[5] + ry * gz,
+                virial[6] + rz * gx, virial[7] + rz * gy, virial[8] + rz * gz,
+            )  # fmt: skip
+        start += G
+    wide = i.to(tl.int64)
+    for d in tl.static_range(3):
+        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=1)
+        tl.store(forces + 3 * wide + d, value, mask=inside)
+    if VIRIALS:
+        for d in tl.static_range(9):
+            value = tl.load(virials + 9 * wide + d, mask=inside, other=0.0) + tl.sum(virial[d], axis=1)
+            tl.store(virials + 9 * wide + d, value, mask=inside)
