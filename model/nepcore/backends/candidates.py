@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 FUSED_CPU = "fused-cpu"
 """Name of the numba backend, :mod:`nepcore.backends.fused_cpu`."""
 
+FUSED = "fused"
+"""Name of the Triton backend, :mod:`nepcore.backends.fused`."""
+
+FUSED_SECONDS = 45.0
+"""What Triton takes to compile the kernels of one model, about, where it has not yet been."""
+
 COMPILED = "+compiled"
 """Ending of the names of forms that torch compiles."""
 
@@ -157,6 +163,30 @@ def _fused_cpu() -> Candidate:
     return Candidate(FUSED_CPU, build, unfit, preparation, -1)
 
 
+def _fused() -> Candidate:
+    def build(model: NepFile, device: torch.device, dtype: str, memory: float) -> Backend:
+        if dtype != "float32":
+            raise ModelError(f"the backend {FUSED} computes in float32, not in {dtype}")
+        from .fused.backend import Fused
+        from .resolve import by_rule
+
+        def fallback() -> Backend:
+            return make(by_rule(device.type, len(model.elements)), model, device, dtype, memory)
+
+        return Fused(model, device, memory, fallback)
+
+    def unfit(model: NepFile, device: torch.device) -> str:
+        if device.type != "cuda":
+            return f"it computes on a GPU, not on {device}"
+        if importlib.util.find_spec("triton") is None:
+            return "it needs Triton, which PyTorch's packages for GPUs bring along"
+        from .fused.model import unfit as unfit_model
+
+        return unfit_model(model)
+
+    return Candidate(FUSED, build, unfit, lambda _model, _device, _dtype: FUSED_SECONDS, -1)
+
+
 def is_compiled(model: NepFile, dtype: str) -> bool:
     """Whether numba's code for a model of this shape lies on the disk, so that ``fused-cpu`` starts at once."""
     if importlib.util.find_spec("numba") is None:
@@ -168,3 +198,4 @@ def is_compiled(model: NepFile, dtype: str) -> bool:
 
 
 register(_fused_cpu())
+register(_fused())

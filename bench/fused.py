@@ -1,0 +1,211 @@
+"""The fused backend: large systems along a trajectory, small batches, single structures, kernel by kernel.
+
+    python bench/fused.py figures [--systems si5 pbte unep c24] [--steps 200]
+    python bench/fused.py kernels [--systems ...]
+    python bench/fused.py peers [--systems ...]
+    python bench/fused.py drift [--picoseconds 100]
+
+``figures``: for each system, ns an atom and step of the largest crystal (velocity Verlet on the device at 300 K, 1 fs,
+the list with its skin made anew whenever an atom moved half of it, all counted), the same from host arrays to host
+arrays, one step of 1,000 atoms and of 64 from host to host, and structures a second of 1,024 structures of 32 to 64
+atoms, neighbour search included. ``kernels``: time of each kernel of a step beside its floor. ``peers``: TorchNEP and
+nep-adapters on the same systems. ``drift``: drift of the total energy of NVE runs. Medians; one JSON line a figure.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import json
+import time
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import nepcore
+from bench import systems
+from nepcore import Structure, Structures
+from nepcore.backends.fused import large
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nepcore.backends.fused.backend import Fused
+    from nepcore.calculator import Calculator
+
+LARGE = {"si5": (40, 40, 40), "pbte": (40, 40, 40), "unep": (50, 50, 52), "c24": (32, 32, 32)}
+"""Repeats of the unit cell: 512,000, 512,000, 520,000 and 262,144 atoms."""
+
+THOUSAND = {"si5": (5, 5, 5), "pbte": (5, 5, 5), "unep": (6, 6, 7), "c24": (5, 5, 5)}
+
+MASS = {14: 28.085, 82: 207.2, 52: 127.6, 6: 12.011, 47: 107.87, 13: 26.98, 79: 196.97, 24: 52.0, 29: 63.55, 12: 24.3,
+        42: 95.95, 28: 58.69, 46: 106.42, 78: 195.08, 73: 180.95, 22: 47.87, 23: 50.94, 74: 183.84, 40: 91.22}  # fmt: skip
+"""Atomic masses, u."""
+
+FORCE_UNIT = 9.648533e-3
+"""Å/fs² that a force of 1 eV/Å gives a mass of 1 u."""
+
+BOLTZMANN = 8.617333e-5
+
+GPUMD = {
+    "si5": {"large": 44.2, "1,000": 1.20}, "pbte": {"large": 15.4, "1,000": 0.68},
+    "unep": {"large": 43.5, "1,000": 1.21}, "c24": {"large": 130.0},
+}  # fmt: skip
+"""GPUMD (main of August 2026) on an H200, NVE, integrator included, measured for this project in November 2026 with
+the same models and crystals: ns an atom and step at its largest size (0.25 to 2 million atoms), ms a step of 1,000."""
+
+
+def say(**figures: Any) -> None:
+    for name, value in figures.items():
+        if isinstance(value, float):
+            figures[name] = float(f"{value:.4g}")
+    print(json.dumps(figures), flush=True)
+
+
+def timed(call: Callable[[], object], budget: float = 2.0, repeats: int = 200) -> float:
+    """Median seconds, the device synchronised, after a warm-up."""
+    for _ in range(5):
+        call()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    while len(times) < 5 or (len(times) < repeats and sum(times) < budget):
+        begun = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return median(times)
+
+
+class Dynamics:
+    """Velocity Verlet on the device around one large structure."""
+
+    def __init__(self, fused: Fused, structures: Structures, kelvin: float, femtoseconds: float) -> None:
+        state = fused.large(structures)
+        box = large.box_of(structures, fused.reach)
+        assert state is not None
+        assert box is not None
+        self.state, self.box, self.dt = state, box, femtoseconds
+        masses = torch.tensor([MASS[int(z)] for z in structures.numbers], dtype=torch.float64, device="cuda")[:, None]
+        self.per_mass = FORCE_UNIT / masses
+        rng = torch.Generator(device="cuda").manual_seed(0)
+        v = torch.randn((structures.n_atoms, 3), generator=rng, dtype=torch.float64, device="cuda")
+        v *= (BOLTZMANN * kelvin * self.per_mass).sqrt()
+        self.v = v - (v * masses).sum(0) / masses.sum()
+        self.wanted = large.Wanted(virials=False, descriptors=False)
+        state.put(structures.positions)
+        state.update(box)
+        state.compute(self.wanted)
+
+    def step(self) -> None:
+        state = self.state
+        kick = (0.5 * self.dt) * self.per_mass
+        self.v.addcmul_(state.forces, kick)
+        state.positions.add_(self.v, alpha=self.dt)
+        if not state.update():
+            state.update(self.box)
+        state.compute(self.wanted)
+        self.v.addcmul_(state.forces, kick)
+
+    def energy(self) -> float:
+        """Kinetic and potential energy, eV."""
+        kinetic = 0.5 * (self.v**2 / self.per_mass).sum()
+        return float(kinetic + self.state.total[9])
+
+
+def crystal(name: str, repeat: tuple[int, int, int]) -> Structures:
+    return Structures.pack([Structure.make(*systems.raw(name, repeat))])
+
+
+def load(name: str) -> tuple[Calculator, Fused]:
+    begun = time.perf_counter()
+    calculator = nepcore.load(systems.MODELS[name], device="cuda", backend="fused")
+    calculator.evaluate(systems.small(name, 2), ["energy", "forces"])
+    say(system=name, first_answer_s=time.perf_counter() - begun, faults=calculator.faults)
+    return calculator, calculator._resolved.backend  # type: ignore[return-value]  # noqa: SLF001
+
+
+def figures(options: argparse.Namespace) -> None:
+    for name in options.systems:
+        calculator, fused = load(name)
+        wanted = ["energy", "forces"]
+        one, thousand = systems.small(name, 2).slice(1, 2), crystal(name, THOUSAND[name])
+        many = systems.small(name, 1024)
+        for label, block in (("one", one), ("1,000", thousand), ("1024 small", many)):
+            seconds = timed(lambda block=block: calculator.evaluate(block, wanted))
+            say(system=name, batch=label, atoms=block.n_atoms, us=1e6 * seconds,
+                structures_per_s=len(block) / seconds, ns_per_atom=1e9 * seconds / block.n_atoms)  # fmt: skip
+        big = crystal(name, options.repeat or LARGE[name])
+        n = big.n_atoms
+        before = torch.cuda.memory_allocated()
+        dynamics = Dynamics(fused, big, 300.0, 1.0)
+        for _ in range(10):
+            dynamics.step()
+        torch.cuda.synchronize()
+        bytes_per_atom = (torch.cuda.memory_allocated() - before) / n
+        rebuilds, begun, energy = dynamics.state.rebuilds, time.perf_counter(), dynamics.energy()
+        for _ in range(options.steps):
+            dynamics.step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+        free = torch.cuda.get_device_properties(0).total_memory
+        say(system=name, batch="large", atoms=n, ns_per_atom=1e9 * seconds / options.steps / n, skin=large.SKIN,
+            rebuilds=dynamics.state.rebuilds - rebuilds, steps=options.steps, bytes_per_atom=bytes_per_atom,
+            atoms_that_fit=free / bytes_per_atom, drift_mev=1e3 * (dynamics.energy() - energy) / n,
+            gpumd=GPUMD[name])  # fmt: skip
+        del dynamics
+        seconds = timed(lambda big=big: calculator.evaluate(big, wanted), repeats=20)
+        say(system=name, batch="large, host to host", atoms=n, ns_per_atom=1e9 * seconds / n)
+        fused._large.clear()  # noqa: SLF001
+        torch.cuda.empty_cache()
+
+
+def kernels(options: argparse.Namespace) -> None:
+    """Time of each kernel of the device, of a step of the large crystal and of a batch of small structures."""
+    for name in options.systems:
+        calculator, fused = load(name)
+        many = systems.small(name, 1024)
+        dynamics = Dynamics(fused, crystal(name, options.repeat or LARGE[name]), 300.0, 1.0)
+        for _ in range(5):
+            dynamics.step()
+            calculator.evaluate(many, ["energy", "forces"])
+
+        def small(calculator: Calculator = calculator, many: Structures = many) -> None:
+            calculator.evaluate(many, ["energy", "forces"])
+
+        def rebuild(dynamics: Dynamics = dynamics) -> None:
+            dynamics.state.update(dynamics.box)
+
+        for label, atoms, call in (
+            ("large", dynamics.state.n, dynamics.step), ("1024 small", many.n_atoms, small),
+            ("rebuild", dynamics.state.n, rebuild),
+        ):  # fmt: skip
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
+                for _ in range(3):
+                    call()
+                torch.cuda.synchronize()
+            rows = [(e.key, e.self_device_time_total / 3, e.count / 3) for e in record.key_averages()]
+            for key, us, count in sorted(rows, key=lambda row: -row[1])[:22]:
+                if us > 0.5:
+                    say(system=name, batch=label, kernel=key[:60], us=us, ns_per_atom=1e3 * us / atoms, launches=count)
+        fused._large.clear()  # noqa: SLF001
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("figures", "kernels"))
+    parser.add_argument("--systems", nargs="+", default=list(LARGE), choices=tuple(LARGE))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--repeat", nargs=3, type=int)
+    options = parser.parse_args()
+    {"figures": figures, "kernels": kernels}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()

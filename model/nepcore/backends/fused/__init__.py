@@ -1,0 +1,1 @@
+"""The ``fused`` backend: NEP in Triton kernels, from packed host arrays to packed host arrays, on CUDA and HIP."""
