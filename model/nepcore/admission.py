@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from .structures import Structures
 
+ALONE = 16.0
+"""Work of an atom without neighbours (its network, its share of everything that is not a pair), in neighbours."""
+
 MAX_NEIGHBORS = 100_000
 """Expected neighbours per atom above which a structure is refused: such a cell is a mistake, and would take hours."""
 
@@ -54,7 +57,7 @@ class Admission:
         return self._problems(structures, self.neighbors(structures))
 
     def work(self, structures: Structures) -> NDArray[np.float64]:
-        """Work of each structure, atoms × (neighbours + 1), (B,)."""
+        """Work of each structure, atoms × (neighbours + :data:`ALONE`), (B,)."""
         return _work(structures, self.neighbors(structures))
 
     def examine(self, structures: Structures) -> tuple[dict[int, StructureError], NDArray[np.float64]]:
@@ -132,7 +135,7 @@ class Admission:
 
 
 def _work(structures: Structures, neighbors: NDArray[np.float64]) -> NDArray[np.float64]:
-    return structures.counts * (np.minimum(neighbors, MAX_NEIGHBORS) + 1.0)
+    return structures.counts * (np.minimum(neighbors, MAX_NEIGHBORS) + ALONE)
 
 
 def _occupied_volume(positions: NDArray[np.float64], cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> float:

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from nepcore.admission import ALONE
 from nepcore.errors import ModelError, NepError
 from nepcore.structures import PROPERTIES
 
 from .answer import Answer, Request, nothing
 from .engine.errors import EngineDown, EngineError
-from .refusals import DeadlinePassed, Draining, Refused
+from .refusals import DeadlinePassed, Draining, QueueFull, Refused
 from .scheduler import Batch, Job, Load, Priority, Scheduler
 from .totals import Totals
 
@@ -156,6 +157,20 @@ class Dispatcher:
                 self._let_go(request.id)
             raise
 
+    def refuse_if_full(self, atoms: float) -> None:
+        """Refuse a request of about so many atoms before it is read, which costs more than to refuse it.
+
+        Raises:
+            QueueFull: No room at present.
+        """
+        now = self._clock()
+        if self.scheduler.full(atoms):
+            self._expire(now)
+            if self.scheduler.full(atoms):
+                refusal = QueueFull(self.scheduler.retry_after())
+                self.totals.count_error(refusal)
+                raise refusal
+
     def _accept(
         self,
         model: str,
@@ -177,7 +192,7 @@ class Dispatcher:
             # In the engine it would fail those who share the batch, too.
             raise ModelError(f"unknown properties: {', '.join(sorted(wanted - _PROPERTIES))}")
         if work is None:
-            work = structures.counts.astype(np.float64) * (GUESSED_NEIGHBORS + 1.0)
+            work = structures.counts.astype(np.float64) * (GUESSED_NEIGHBORS + ALONE)
         self._last_id += 1
         request = Request(self._last_id, structures, wanted, now, timeout)
         deadline = None if timeout is None else now + timeout

@@ -29,7 +29,7 @@ class Job:
         client: Whose it is: the name of the key, else the address.
         priority: The line it asks for.
         counts: Atoms per structure, (B,) with B ≥ 1.
-        work: Work per structure, (B,), atoms × (neighbours + 1): finite, not negative.
+        work: Work per structure, (B,), atoms × (neighbours + 16): finite, not negative.
         deadline: When it is of no use any more, on the caller's clock; None: never.
     """
 

@@ -3,8 +3,8 @@
 It holds no positions and no clock (the time is passed in, in seconds of any clock), and it never waits: while work
 is queued, :meth:`Scheduler.next_batch` gives some of it.
 
-* A batch takes structures of one model up to a bound in atoms (memory) and one in time (work ÷ measured speed), and
-  at least one structure. Work is atoms × (neighbours + 1). A structure over a bound runs alone, marked ``tiled``: it
+* A batch takes structures of one model up to a bound in atoms (memory) and one in time (as measured on others), and
+  at least one structure. Work is atoms × (neighbours + 16). A structure over a bound runs alone, marked ``tiled``: it
   takes the engine as long as it takes, and interactive batches (``urgent_only``) run between its tiles.
 * ``interactive`` goes before ``bulk``. A job that needs more than one batch is bulk whatever it says of itself, so
   nobody's upload stands before somebody's single step. While both wait, each interactive batch earns bulk its share
@@ -73,7 +73,7 @@ class Scheduler:
     Attributes:
         max_atoms: Largest structure that is taken at all.
         max_batch_atoms: Atoms of a batch that fit the memory; for a model a smaller limit may have been learned.
-        max_batch_seconds: Duration of a batch, s.
+        max_batch_seconds: Duration of a batch, s; up to four times that where its time hardly depends on its size.
         max_queue_atoms, max_queue_requests: What may wait.
         bulk_share: Share of the time, above 0 and up to a half, that bulk gets while interactive work never ends.
         prior_speed: Work per second taken for a model that was never measured: rather too small, since the first
@@ -112,7 +112,7 @@ class Scheduler:
         self._turns = count()
         self._expired: list[int] = []
         self._running: set[Batch] = set()
-        self._speeds: dict[str, Speed] = {}
+        self._speeds: dict[str, dict[Priority, Speed]] = {}
         self._limits: dict[str, tuple[int, float]] = {}  # learned atoms of a batch, and when they changed
         self._earned = 0.0  # seconds that bulk has earned by letting interactive batches pass
         self._bulk_was_last = False
@@ -137,10 +137,9 @@ class Scheduler:
             raise TooLarge(self.max_atoms, waiting.largest, int(job.counts.argmax()))
         if waiting.atoms > self.max_queue_atoms:
             raise TooLarge(self.max_queue_atoms, waiting.atoms, None)
-        queued = self._total
-        if queued.requests >= self.max_queue_requests or queued.atoms + waiting.atoms > self.max_queue_atoms:
+        if self.full(waiting.atoms):
             raise QueueFull(self.retry_after())
-        alone = waiting.work <= self._budget(job.model) and waiting.atoms <= self.batch_atoms(job.model)
+        alone = waiting.work <= self._budget(job.model, job.priority) and waiting.atoms <= self.batch_atoms(job.model)
         (self._interactive if job.priority == "interactive" and alone else self._bulk).add(waiting)
         self._count(job.model, 1, waiting.atoms, waiting.work)
         self._jobs[job.id] = waiting
@@ -149,6 +148,11 @@ class Scheduler:
                 self._deadlines = [entry for entry in self._deadlines if entry[2].line is not None]
                 heapify(self._deadlines)
             heappush(self._deadlines, (job.deadline, next(self._turns), waiting))
+
+    def full(self, atoms: float) -> bool:
+        """Whether there is no room for a job of ``atoms`` at present."""
+        queued = self._total
+        return queued.requests >= self.max_queue_requests or queued.atoms + atoms > self.max_queue_atoms
 
     def cancel(self, job_id: int) -> bool:
         """Drop what was not handed out of a job; whether there was anything."""
@@ -196,7 +200,7 @@ class Scheduler:
             return
         self._running.remove(batch)
         if seconds is not None:
-            self.measured(batch.model, batch.work, seconds)
+            self.measured(batch.model, batch.work, seconds, batch.priority)
         if batch.model in self._limits:
             limit, changed = self._limits[batch.model]
             changed = min(changed, now)
@@ -208,15 +212,24 @@ class Scheduler:
         """A batch gave no results."""
         self._running.discard(batch)
 
-    def measured(self, model: str, work: float, seconds: float) -> None:
-        """Learn a speed: from each batch that finished, and from a warm-up."""
-        if model not in self._speeds:
-            self._speeds[model] = Speed(self.prior_speed)
-        self._speeds[model].note(work, seconds)
+    def measured(self, model: str, work: float, seconds: float, priority: Priority = "bulk") -> None:
+        """Learn a speed: from each batch that finished, and from a warm-up.
+
+        The priorities learn apart. Work is not quite what takes time (atoms with few neighbours cost more of it than
+        others), and somebody's upload of molecules must not make the steps of a crystal look long.
+        """
+        speeds = self._speeds.setdefault(model, {})
+        if priority not in speeds:
+            speeds[priority] = Speed(self.prior_speed)
+        speeds[priority].note(work, seconds)
 
     def ran_out(self, model: str, atoms: int, now: float) -> None:
         """Learn that memory ran out in a batch of ``atoms``: stay below, and try more again after a while."""
         self._limits[model] = max(1, min(self.batch_atoms(model), atoms * 3 // 4)), now
+
+    def recall(self, model: str, atoms: int, now: float) -> None:
+        """Begin with a limit that was learned at an earlier start."""
+        self._limits[model] = max(1, min(atoms, self.max_batch_atoms)), now
 
     def forget(self, model: str) -> None:
         """Drop what was learned about a model."""
@@ -232,13 +245,15 @@ class Scheduler:
         """Models of which a speed was measured."""
         return list(self._speeds)
 
-    def speed(self, model: str) -> float:
+    def speed(self, model: str, priority: Priority = "bulk") -> float:
         """Work per second in batches that last about as long as they may."""
-        return self._speeds[model].within(self.max_batch_seconds) if model in self._speeds else self.prior_speed
+        speed = self._speed(model, priority)
+        return self.prior_speed if speed is None else speed.within(self.max_batch_seconds)
 
-    def seconds(self, model: str, work: float) -> float:
+    def seconds(self, model: str, work: float, priority: Priority = "bulk") -> float:
         """Expected duration of a batch, s."""
-        return work / (self._speeds[model].at(work) if model in self._speeds else self.prior_speed)
+        speed = self._speed(model, priority)
+        return work / self.prior_speed if speed is None else speed.time(work)
 
     def retry_after(self) -> float:
         """Seconds until what is queued and running now will be done."""
@@ -268,14 +283,29 @@ class Scheduler:
             heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def _budget(self, model: str) -> int:
+    def _speed(self, model: str, priority: Priority) -> Speed | None:
+        """What was learned of a priority, or of the other one."""
+        speeds = self._speeds.get(model, {})
+        return speeds.get(priority) or next(iter(speeds.values()), None)
+
+    def _budget(self, model: str, priority: Priority) -> int:
         """Bound of a batch in work."""
-        return max(1, int(min(self.speed(model) * self.max_batch_seconds, MOST_WORK)))
+        seconds = self.max_batch_seconds
+        speeds = self._speeds.get(model, {})
+        if priority in speeds:
+            most = speeds[priority].most(seconds)
+        elif not speeds:
+            most = self.prior_speed * seconds
+        else:
+            # What was learned of the other priority is a hint: bulk begins carefully, and a step is taken for one.
+            other = next(iter(speeds.values())).most(seconds)
+            most = (min if priority == "bulk" else max)(other, self.prior_speed * seconds)
+        return max(1, int(min(most, MOST_WORK)))
 
     def _fill(self, line: Line) -> Batch | None:
         while line.lanes:
             model, lane = line.turn()
-            budget, most = self._budget(model), self.batch_atoms(model)
+            budget, most = self._budget(model, line.name), self.batch_atoms(model)
             slices: list[Slice] = []
             structures = atoms = work = 0
             tiled = False
@@ -303,7 +333,7 @@ class Scheduler:
                 atoms, work = atoms + taken[0], work + taken[1]
             if slices:
                 fill = max(work / budget, atoms / most)
-                seconds = self.seconds(model, work)
+                seconds = self.seconds(model, work, line.name)
                 return Batch(model, line.name, tuple(slices), structures, atoms, work, seconds, fill, tiled)
         return None
 

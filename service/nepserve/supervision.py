@@ -303,6 +303,8 @@ class Supervisor:
         # The engine speaks of its own names and of the private copy.
         version.info = {key: value for key, value in info.items() if key not in {"name", "path", "model", "hardware"}}
         version.loaded_at = time.time()
+        if info.get("limit_atoms"):
+            self.dispatcher.scheduler.recall(version.key, int(info["limit_atoms"]), time.monotonic())
 
     def _announce(self, version: Version) -> None:
         old = self.registry.put(version)

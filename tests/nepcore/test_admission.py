@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nepcore.admission import MAX_NEIGHBORS, Admission
+from nepcore.admission import ALONE, MAX_NEIGHBORS, Admission
 from nepcore.structures import Structure, Structures
 
 DOOR = Admission(("C", "Si", "Ge"), temperature=False, cutoff=5.0)
@@ -71,7 +71,7 @@ def test_work_follows_the_density() -> None:
     # A box around a molecule changes nothing, and nobody has more neighbours than there are atoms.
     assert neighbors[1] == neighbors[2] == 8
     work = DOOR.work(Structures.pack([bulk, molecule]))
-    np.testing.assert_allclose(work, [8 * (neighbors[0] + 1), 8 * 9])
+    np.testing.assert_allclose(work, [8 * (neighbors[0] + ALONE), 8 * (8 + ALONE)])
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -80,7 +80,7 @@ def test_crushed_cells_are_too_dense(count: int) -> None:
     errors, work = DOOR.examine(block)
     assert {e.code for e in errors.values()} == {"too_dense"}
     assert len(errors) == count
-    assert work.max() == 4 * (MAX_NEIGHBORS + 1.0)
+    assert work.max() == 4 * (MAX_NEIGHBORS + ALONE)
 
 
 def test_nothing_at_all() -> None:

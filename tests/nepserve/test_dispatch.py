@@ -236,7 +236,7 @@ def test_work_is_guessed_from_the_atoms_if_nobody_knows_better() -> None:
         first = asyncio.ensure_future(dispatcher.evaluate("si", block(1), WANTED))
         second = asyncio.ensure_future(dispatcher.evaluate("si", block(2), WANTED))
         await turn()
-        assert dispatcher.waiting.work + sum(b.work for b in dispatcher.in_flight) == 3 * 65
+        assert dispatcher.waiting.work + sum(b.work for b in dispatcher.in_flight) == 3 * 80
         await engine.finish_all()
         same(await first, block(1))
         same(await second, block(2))

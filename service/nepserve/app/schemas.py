@@ -100,7 +100,7 @@ class Status(BaseModel):
     engine: dict[str, Any] = Field(description="Process, device, memory, restarts.")
     models: list[str]
     work_per_second: dict[str, float] = Field(
-        description="Measured speed by model, in atoms × (neighbours + 1); left out for one that was never asked."
+        description="Measured speed by model, in atoms × (neighbours + 16); left out for one that was never asked."
     )
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import random
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -189,3 +193,28 @@ def test_many_small_and_one_large(model: Path) -> None:
         assert upload[0].status_code == 200
         assert len(upload[0].json()["results"]) == 3000
         assert count_right(load.outcomes) >= 20
+
+
+def test_a_full_queue_refuses_before_it_reads(model: Path) -> None:
+    """The refusal comes while the body is still on its way, and the connection serves the next request."""
+    with running(models=[str(model)], stand_in={"seconds": 1.0}, max_queue_requests=1) as server:
+        server.ready()
+        requests = answered_alone(server, blocks(1, seed=28))
+        with Load(server, requests, 4):
+            deadline = time.monotonic() + 30
+            while metric(server, "nepserve_requests_waiting") < 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with socket.create_connection(("127.0.0.1", urlsplit(str(server.url)).port), timeout=20) as link:
+                head = b"POST /v1/evaluate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+                size = 3_000_000
+                codes = []
+                for _ in range(3):
+                    link.sendall(head + b"%d\r\n\r\n" % size + b"x" * 1000)
+                    answer = http.client.HTTPResponse(link)
+                    answer.begin()
+                    problem = json.loads(answer.read())
+                    codes.append((answer.status, problem.get("code")))
+                    assert int(answer.headers["Retry-After"]) >= 1
+                    link.sendall(b"x" * (size - 1000))
+            assert codes == [(429, "queue_full")] * 3
+        settled(server)
