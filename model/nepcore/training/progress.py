@@ -27,9 +27,9 @@ class Progress:
     """The state of a training after an epoch, or, now and then, within one.
 
     Attributes:
-        kind: ``step`` (within an epoch: a sign of life, no validation), ``epoch`` (an epoch has ended), ``stopped`` (the
-            last record of a training that was told to stop, and was saved) or ``finished`` (the last record of one
-            that came to its end).
+        kind: ``step`` (within an epoch: a sign of life, no validation), ``epoch`` (an epoch has ended), ``stopped``
+            (the last record of a training that was told to stop, and was saved) or ``finished`` (the last record of
+            one that came to its end).
         epoch: Epochs that have ended, or (``step``) the one that runs, from 1.
         epochs: Epochs of all stages.
         step: Optimiser steps since the start, over all interruptions.

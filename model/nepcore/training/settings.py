@@ -288,8 +288,8 @@ class Settings:
     def _check_loss(self) -> None:
         _wanted("loss", self.loss in LOSS_FORMS, self.loss, " or ".join(LOSS_FORMS))
         for name in (
-            "lambda_e", "lambda_f", "lambda_v", "lambda_shear", "lambda_1", "lambda_2", "force_delta", "stage2_lambda_e",
-            "stage2_lambda_f", "stage2_lambda_v", "weight_decay", "max_grad_norm", "stop_lr",
+            "lambda_e", "lambda_f", "lambda_v", "lambda_shear", "lambda_1", "lambda_2", "force_delta",
+            "stage2_lambda_e", "stage2_lambda_f", "stage2_lambda_v", "weight_decay", "max_grad_norm", "stop_lr",
         ):  # fmt: skip
             value = getattr(self, name)
             _wanted(name, value is None or (math.isfinite(value) and value >= 0.0), value, "a number, at least 0")

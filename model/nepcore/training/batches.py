@@ -1,0 +1,283 @@
+"""From the data set to the device: which frames make a step, and their arrays in one piece.
+
+The frames are sorted by what they cost and dealt into as many lanes as a batch has places; a batch takes one frame of
+each lane. So all batches cost about the same, a process that owns every N-th lane has an even share of each, and the
+frames of a batch do not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from .dataset import Dataset
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The batches of every epoch.
+
+    Attributes:
+        lanes: Frames of each lane.
+        seed: Of their order.
+    """
+
+    lanes: tuple[NDArray[np.int64], ...]
+    seed: int
+
+    @classmethod
+    def of(cls, work: NDArray[np.float64], batch: int, seed: int) -> Plan:
+        """Deal frames of that cost into batches of ``batch`` frames."""
+        order = np.argsort(work, kind="stable")
+        return cls(tuple(np.array_split(order, min(batch, len(order)))) if len(order) else (), seed)
+
+    @property
+    def steps(self) -> int:
+        """Batches of an epoch."""
+        return max((len(lane) for lane in self.lanes), default=0)
+
+    def owned(self, rank: int, size: int) -> NDArray[np.int64]:
+        """All frames of a process, ascending."""
+        mine = [self.lanes[i] for i in self._lanes_of(rank, size)]
+        return np.sort(np.concatenate(mine)) if mine else np.zeros(0, np.int64)
+
+    def _lanes_of(self, rank: int, size: int) -> list[int]:
+        # There and back again: the process with the cheaper lane of one round has the dearer one of the next.
+        return [i for i in range(len(self.lanes)) if _turn(i, size) == rank]
+
+    def epoch(self, number: int) -> list[NDArray[np.int64]]:
+        """Frames of each batch of an epoch, in the order of the lanes; -1 where a lane has none left."""
+        generator = np.random.PCG64([self.seed, 2, number])
+        columns = np.full((len(self.lanes), self.steps), -1, np.int64)
+        for row, lane in zip(columns, self.lanes, strict=True):
+            row[: len(lane)] = lane[np.argsort(generator.random_raw(len(lane)), kind="stable")]
+        return list(columns.T)
+
+    def share(self, batch: NDArray[np.int64], rank: int, size: int) -> NDArray[np.int64]:
+        """Frames of a batch that a process evaluates."""
+        mine = batch[self._lanes_of(rank, size)]
+        return mine[mine >= 0]
+
+
+def _turn(lane: int, size: int) -> int:
+    position = lane % (2 * size)
+    return position if position < size else 2 * size - 1 - position
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Frames of a batch: B frames, A atoms, P pairs; tensors on the host or on the device.
+
+    The last frame may be one of no weight, to which atoms that only fill up the arrays belong.
+    """
+
+    vectors: Tensor  # (P, 3) Å
+    neighbors: Tensor  # (P,) int32, counted within the frame
+    radial: Tensor  # (A,) int32: pairs of each atom
+    angular: Tensor  # (A,) int32: those within the angular cutoff, which come first
+    types: Tensor  # (A,) int64
+    frame: Tensor  # (A,) int64
+    forces: Tensor  # (A, 3)
+    force_weight: Tensor  # (A,)
+    has_forces: Tensor  # (A,)
+    atoms: Tensor  # (B,) float64: atoms of each frame
+    temperature: Tensor  # (B,)
+    energy: Tensor  # (B,) eV/atom, float64
+    energy_weight: Tensor  # (B,) float64
+    has_energy: Tensor  # (B,) float64
+    offset_weight: Tensor  # (B,) float64
+    virial: Tensor  # (B, 6) eV/atom
+    virial_weight: Tensor  # (B,)
+    has_virial: Tensor  # (B,)
+    blob: Tensor  # all of them in one piece, bytes
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """B, A and P."""
+        return len(self.atoms), len(self.types), len(self.vectors)
+
+    def at(self, blob: Tensor) -> Arrays:
+        """Arrays of these shapes in another piece of memory, with what stands there."""
+        return Arrays(*_views(blob, _shapes(self.rows, self.vectors.dtype)), blob)
+
+    def to(self, device: torch.device) -> Arrays:
+        """On a device."""
+        return self if device.type == "cpu" else self.at(self.blob.to(device, non_blocking=True))
+
+
+def assemble(data: Dataset, frames: NDArray[np.int64], *, pin: bool = False, pad: bool = False) -> Arrays:
+    """Arrays of some frames of a data set.
+
+    Args:
+        data: The data set.
+        frames: Numbers of its frames.
+        pin: Put them into page-locked memory.
+        pad: Fill them up to one of a few sizes, so that graphs that were captured fit.
+    """
+    dtype = data.vectors.dtype
+    B = len(frames)
+    starts, counts = data.offsets[frames], data.counts[frames]
+    A = int(counts.sum())
+    first, last = data.first_pair[frames].tolist(), data.first_pair[frames + 1].tolist()
+    P = sum(b - a for a, b in zip(first, last, strict=True))
+    rows = (B, A, P)
+    if pad:
+        rows = (B + 1, bucket(A), bucket(P))
+    labels = data.labels
+
+    shapes = _shapes(rows, dtype)
+    blob = torch.empty(sum(_bytes(shape, kind) for shape, kind in shapes), dtype=torch.uint8, pin_memory=pin)
+    views = iter(_views(blob, shapes))
+
+    def new(n: int, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        view = next(views)
+        assert view.shape == (n, *shape)
+        assert view.dtype == kind
+        return view
+
+    def joined(source: Tensor, total: int) -> Tensor:
+        out = new(total, tuple(source.shape[1:]), source.dtype)
+        if P:
+            torch.cat([source[a:b] for a, b in zip(first, last, strict=True)], out=out[:P])
+        out[P:] = 0
+        return out
+
+    atoms = np.concatenate([np.arange(a, a + n) for a, n in zip(starts.tolist(), counts.tolist(), strict=True)] or
+                           [np.zeros(0, np.int64)])  # fmt: skip
+
+    def of_atoms(source: NDArray[np.generic], kind: torch.dtype) -> Tensor:
+        out = new(rows[1], source.shape[1:], kind)
+        out[:A] = torch.from_numpy(source[atoms])
+        out[A:] = 0
+        return out
+
+    def of_frames(source: NDArray[np.float64], kind: torch.dtype, empty: float = 0.0) -> Tensor:
+        out = new(rows[0], source.shape[1:], kind)
+        out[:B] = torch.from_numpy(source[frames])
+        out[B:] = empty
+        return out
+
+    def frame_of_atoms() -> Tensor:
+        frame = new(rows[1], (), torch.int64)
+        frame[:A] = torch.from_numpy(np.repeat(np.arange(B), counts))
+        frame[A:] = rows[0] - 1
+        return frame
+
+    temperature = np.nan_to_num(data.frames.structures.temperatures)
+    return Arrays(
+        joined(data.vectors, rows[2]), joined(data.neighbors, rows[2]), of_atoms(data.radial, torch.int32),
+        of_atoms(data.angular, torch.int32), of_atoms(data.types, torch.int64), frame_of_atoms(), of_atoms(labels.forces, dtype),
+        of_atoms(labels.force_weight, dtype), of_atoms(labels.has_forces, dtype),
+        of_frames(np.maximum(data.counts, 1).astype(np.float64), torch.float64, 1.0), of_frames(temperature, dtype),
+        of_frames(labels.energy, torch.float64), of_frames(labels.energy_weight, torch.float64),
+        of_frames(labels.has_energy, torch.float64), of_frames(labels.offset_weight, torch.float64),
+        of_frames(labels.virial, dtype), of_frames(labels.virial_weight, dtype), of_frames(labels.has_virial, dtype),
+        blob,
+    )  # fmt: skip
+
+
+_Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+def _shapes(rows: tuple[int, int, int], dtype: torch.dtype) -> _Shapes:
+    """Shapes of the arrays of B frames, A atoms and P pairs, in the order of the fields."""
+    B, A, P = rows
+    double, long, short = torch.float64, torch.int64, torch.int32
+    return [
+        ((P, 3), dtype), ((P,), short), ((A,), short), ((A,), short), ((A,), long), ((A,), long), ((A, 3), dtype),
+        ((A,), dtype), ((A,), dtype), ((B,), double), ((B,), dtype), ((B,), double), ((B,), double), ((B,), double),
+        ((B,), double), ((B, 6), dtype), ((B,), dtype), ((B,), dtype),
+    ]  # fmt: skip
+
+
+def _bytes(shape: tuple[int, ...], kind: torch.dtype) -> int:
+    """Bytes of an array, up to where the next one may begin."""
+    return -(-math.prod(shape) * kind.itemsize // 64) * 64
+
+
+def _views(blob: Tensor, shapes: _Shapes) -> list[Tensor]:
+    """Arrays one behind the other in a piece of memory."""
+    views, at = [], 0
+    for shape, kind in shapes:
+        views.append(blob[at : at + math.prod(shape) * kind.itemsize].view(kind).view(shape))
+        at += _bytes(shape, kind)
+    return views
+
+
+def bucket(n: int) -> int:
+    """A size of at least ``n``: steps of about a sixteenth."""
+    if n <= 64:
+        return 64
+    step = 1 << max(0, n.bit_length() - 5)
+    return -(-n // step) * step
+
+
+def widths(arrays: Arrays, *, pad: bool) -> tuple[int, int]:
+    """Slots for the neighbours and for the angular neighbours of an atom, at least one; read on the host."""
+    found = [int(t.max()) if len(t) else 0 for t in (arrays.radial, arrays.angular)]
+    radial, angular = (max(1, -(-n // 8) * 8 if pad else n) for n in found)
+    return max(radial, angular), angular
+
+
+Prepared = tuple["Arrays", tuple[int, int], "NDArray[np.int64]"]
+"""Arrays on the host, their widths, and the frames."""
+
+
+def stream(
+    data: Dataset, batches: Sequence[NDArray[np.int64]], *, pin: bool, pad: bool, ahead: int = 3
+) -> Iterator[Prepared]:
+    """Arrays of one batch after the other, made by a thread of its own a few steps ahead.
+
+    An empty batch comes as one, too. Nothing is left running when the iterator is closed.
+    """
+
+    def made(frames: NDArray[np.int64]) -> Prepared:
+        arrays = assemble(data, frames, pin=pin, pad=pad)
+        return arrays, widths(arrays, pad=pad), frames
+
+    if ahead < 1 or len(batches) < 2:
+        for frames in batches:
+            yield made(frames)
+        return
+    ready: queue.Queue[Prepared | BaseException] = queue.Queue(ahead)
+    over = threading.Event()
+
+    def work() -> None:
+        for frames in batches:
+            item: Prepared | BaseException
+            try:
+                item = made(frames)
+            except BaseException as error:  # noqa: BLE001
+                item = error
+            while not over.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if over.is_set() or isinstance(item, BaseException):
+                return
+
+    thread = threading.Thread(target=work, name="batches", daemon=True)
+    thread.start()
+    try:
+        for _ in batches:
+            item = ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        over.set()
+        thread.join()

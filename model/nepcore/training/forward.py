@@ -1,0 +1,182 @@
+"""From parameters to energies, forces and virials of a batch, differentiable by the parameters.
+
+``sums`` is the way of training: see :mod:`nepcore.training.geometry`. The forms of the torch backends, by their names,
+compute the same from the coefficients of every pair.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from nepcore.backends.forms import FORMS
+from nepcore.backends.rows import Rows, Shape, Tables, evaluate
+from nepcore.errors import ModelError
+from nepcore.physics import invariants
+from nepcore.potential import NEP
+
+from .geometry import Geometry, PairForces, Sizes, Slots, geometry_of, slots_of, virial_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nepcore.files.nep_txt import NepFile
+
+    from .batches import Arrays
+
+SUMS = "sums"
+BACKENDS = (SUMS, *FORMS)
+"""Names of the ways to compute."""
+
+
+class Found(NamedTuple):
+    """What a model says of a batch, without the common energy offset and without ZBL."""
+
+    energies: Tensor  # (A,) eV
+    descriptors: Tensor  # (A, D), scaled
+    forces: Tensor  # (A, 3) eV/Å
+    virial: Tensor  # (B, 9) eV, row major
+
+
+class Forward(Protocol):
+    """A way to compute."""
+
+    def prepare(self, arrays: Arrays, widths: tuple[int, int]) -> object:
+        """What follows from the positions alone."""
+
+    def __call__(
+        self, parameters: dict[str, Tensor], q_scaler: Tensor, arrays: Arrays, prepared: object, forces: bool = True
+    ) -> Found:
+        """Evaluate; without ``forces``, forces and virial are zero."""
+
+
+def make(backend: str, model: NepFile, dtype: torch.dtype, device: torch.device) -> Forward:
+    """The way of that name.
+
+    Raises:
+        ModelError: There is none.
+    """
+    if backend == SUMS:
+        return BySums(model, dtype, device)
+    if backend in FORMS:
+        return ByForm(backend, model, dtype, device)
+    raise ModelError(f"there is no backend {backend!r} for training; there are: {', '.join(BACKENDS)}")
+
+
+class _Base:
+    def __init__(self, model: NepFile, dtype: torch.dtype, device: torch.device) -> None:
+        nep = NEP(model, dtype).to(device)
+        self.shape = Shape.of(nep)
+        self.cutoff_radial = nep.cutoff_radial.to(dtype)
+        self.cutoff_angular = nep.cutoff_angular.to(dtype)
+        self.far = 2.0 * nep.max_cutoff
+        self.sizes = Sizes(len(model.elements), nep.c_radial.shape[1], nep.c_angular.shape[1], nep.l_max)
+        self.monomials = invariants.tables(nep.switches, nep.l_max, dtype, device)
+        self.one_network = model.version == 3
+
+
+class BySums(_Base):
+    """Sums over neighbours before coefficients; forces by the linear map of :mod:`nepcore.training.geometry`."""
+
+    def prepare(self, arrays: Arrays, widths: tuple[int, int]) -> Geometry:
+        """See :class:`Forward`."""
+        slots = slots_of(arrays, widths, self.sizes.types, self.far)
+        cutoffs = self.cutoff_radial, self.cutoff_angular
+        return geometry_of(slots, widths[1], self.sizes, *cutoffs, arrays.types)
+
+    def __call__(
+        self, parameters: dict[str, Tensor], q_scaler: Tensor, arrays: Arrays, prepared: object, forces: bool = True
+    ) -> Found:
+        """See :class:`Forward`."""
+        g = prepared
+        assert isinstance(g, Geometry)
+        shape, center = self.shape, g.slots.center
+        A = len(center)
+        c_r, c_a = (_by_center(parameters[name], center) for name in ("c_radial", "c_angular"))  # (A, n, T k)
+        s_r = torch.bmm(c_r, g.radial[..., None]).squeeze(2)  # (A, n)
+        s_a = torch.bmm(c_a, g.angular).permute(2, 0, 1)  # (b, A, n)
+        q_a = invariants.invariants(s_a, shape.l_max, shape.switches, self.monomials)  # (blocks, A, n)
+        q = torch.cat([s_r, q_a.permute(1, 0, 2).reshape(A, -1)], dim=1)
+        if shape.temperature:
+            q = torch.cat([q, arrays.temperature[arrays.frame][:, None]], dim=1)
+        q = q * q_scaler
+        energies, slope = _networks(parameters, q, center[:, :1] * 0.0 + 1.0 if self.one_network else center)
+        n_frames = len(arrays.atoms)
+        if not forces:
+            return Found(energies, q, q.new_zeros((A, 3)), q.new_zeros((n_frames, 9)))
+        slope = slope * q_scaler
+        n_r, n_a = c_r.shape[1], c_a.shape[1]
+        by_s_r = slope[:, :n_r]
+        blocks = shape.l_max + len(shape.switches)
+        by_q_a = slope[:, n_r : n_r + blocks * n_a].reshape(A, blocks, n_a).permute(1, 0, 2)
+        by_s_a = invariants.gradient(s_a, by_q_a, shape.l_max, shape.switches, self.monomials)  # (b, A, n)
+        by_radial = torch.bmm(c_r.transpose(1, 2), by_s_r[..., None]).squeeze(2)  # (A, T k)
+        by_angular = torch.bmm(c_a.transpose(1, 2), by_s_a.permute(1, 2, 0))  # (A, T k, b)
+        f, virial = PairForces.apply(by_radial, by_angular, g, arrays.frame, n_frames)
+        return Found(energies, q, f, virial)
+
+
+class ByForm(_Base):
+    """A form of the torch backends, differentiated by torch."""
+
+    def __init__(self, form: str, model: NepFile, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(model, dtype, device)
+        self.form = FORMS[form]
+
+    def prepare(self, arrays: Arrays, widths: tuple[int, int]) -> tuple[Slots, int]:
+        """See :class:`Forward`."""
+        return slots_of(arrays, widths, self.sizes.types, self.far), widths[1]
+
+    def __call__(
+        self, parameters: dict[str, Tensor], q_scaler: Tensor, arrays: Arrays, prepared: object, forces: bool = True
+    ) -> Found:
+        """See :class:`Forward`."""
+        del forces  # they come along
+        slots, v = prepared  # type: ignore[misc]
+        assert isinstance(slots, Slots)
+        p = parameters
+        nothing = q_scaler.new_zeros(())
+        tables = Tables(
+            p["c_radial"], p["c_angular"], self.cutoff_radial, self.cutoff_angular, p["w0"], p["b0"], p["w1"],
+            p.get("b1"), p.get("w2"), nothing, q_scaler.new_zeros(self.sizes.types), q_scaler, self.monomials,
+        )  # fmt: skip
+        rows = Rows(
+            arrays.types, slots.r, slots.types, slots.r[:, :v], slots.types[:, :v], slots.unit[:, :, :v],
+            arrays.temperature[arrays.frame],
+        )  # fmt: skip
+        out = evaluate(self.shape, self.form, tables, rows)
+        push = out.along * slots.unit
+        push = torch.cat([push[:, :, :v] + out.push, push[:, :, v:]], dim=2)
+        f = push.sum(dim=2).T.index_add(0, slots.neighbor.reshape(-1), -push.reshape(3, -1).T)
+        return Found(out.energies, out.descriptors, f, virial_of(push, slots, arrays.frame, len(arrays.atoms)))
+
+
+def _by_center(coefficients: Tensor, center: Tensor) -> Tensor:
+    """Coefficients of each atom's own type, (A, n, T k); as a product, whose derivative is one, too."""
+    n, k, T, _ = coefficients.shape
+    table = coefficients.permute(2, 0, 3, 1).reshape(T, -1)
+    return (center @ table).view(-1, n, T * k)
+
+
+def _networks(p: dict[str, Tensor], q: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
+    """Site energies (A,) and their derivatives by the inputs (A, D); all networks at once, then each atom's own."""
+    h = torch.tanh(_layer(q, p["w0"], center) - center @ p["b0"])  # (A, H)
+    if "w2" not in p:
+        out = center @ p["w1"]
+        return (h * out).sum(dim=1), _back((1.0 - h * h) * out, p["w0"], center)
+    h2 = torch.tanh(_layer(h, p["w1"], center) - center @ p["b1"])
+    out = center @ p["w2"]
+    slope = (1.0 - h * h) * _back((1.0 - h2 * h2) * out, p["w1"], center)
+    return (h2 * out).sum(dim=1), _back(slope, p["w0"], center)
+
+
+def _layer(x: Tensor, w: Tensor, center: Tensor) -> Tensor:
+    M, H, D = w.shape
+    every = (x @ w.reshape(M * H, D).T).view(-1, M, H)
+    return (every * center[:, :, None]).sum(dim=1)
+
+
+def _back(slope: Tensor, w: Tensor, center: Tensor) -> Tensor:
+    M, H, D = w.shape
+    return (slope[:, None] * center[:, :, None]).reshape(-1, M * H) @ w.reshape(M * H, D)

@@ -1,0 +1,281 @@
+"""One step: gradient of the loss of a batch, then Adam. On a GPU the whole of it is one graph that is replayed.
+
+A step whose loss or gradient is not finite changes nothing. Everything that a step reads or writes stays where it is,
+so that a captured step goes on to see the learning rate and the weights of the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import loss
+from .distributed import Group
+from .forward import SUMS, make
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from nepcore.files.nep_txt import NepFile
+
+    from .batches import Arrays
+    from .forward import Forward
+    from .parameters import Layout
+    from .settings import Settings
+
+logger = logging.getLogger("nepcore")
+
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+
+OFFSET_MEMORY = 256.0
+"""Frames over which the energy offset is averaged while parameters change; it is solved for all frames at the end."""
+
+MOST_GRAPHS = 48
+
+
+@dataclass(eq=False)
+class State:
+    """What a step changes, on the device.
+
+    Attributes:
+        vector: Parameters, (N,).
+        first, second: Adam's moments, (N,).
+        count: Steps since the moments were zero, () float64.
+        bias: Common energy offset, subtracted, eV, () float64.
+        totals: Sums since the last epoch, (12,) float64: loss, l1, l2, squares (3), labels (3), steps, skipped steps,
+            and whether the last step was skipped.
+    """
+
+    vector: Tensor
+    first: Tensor
+    second: Tensor
+    count: Tensor
+    bias: Tensor
+    totals: Tensor
+
+    @classmethod
+    def of(cls, vector: Tensor, bias: float) -> State:
+        """Before the first step."""
+        double = {"dtype": torch.float64, "device": vector.device}
+        return cls(
+            vector, torch.zeros_like(vector), torch.zeros_like(vector), torch.zeros((), **double),
+            torch.tensor(bias, **double), torch.zeros(12, **double),
+        )  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it by name."""
+        return dict(vars(self))
+
+    def copy(self) -> dict[str, Tensor]:
+        """A copy of all of it."""
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take the values of a copy."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+
+    def forget(self) -> None:
+        """Start Adam anew."""
+        for tensor in (self.first, self.second, self.count):
+            tensor.zero_()
+
+
+Part = tuple["Arrays", tuple[int, int]]
+
+
+class Stepper:
+    """Makes steps.
+
+    Args:
+        model: Sizes, cutoffs.
+        settings: Form of the loss, regularisation, decay, clipping.
+        layout: Of the vector of parameters.
+        state: What is changed.
+        q_scaler: (D,).
+        backend: Name of the way to compute.
+        group: The processes that share each batch.
+        graphs: Capture steps as graphs.
+        compiled: Let torch compile the parts of a step.
+    """
+
+    def __init__(
+        self, model: NepFile, settings: Settings, layout: Layout, state: State, q_scaler: Tensor, *,
+        backend: str = SUMS, group: Group | None = None, graphs: bool = False, compiled: bool = False,
+    ) -> None:  # fmt: skip
+        self.settings, self.layout, self.state, self.q_scaler = settings, layout, state, q_scaler
+        self.group = Group() if group is None else group
+        device, dtype = state.vector.device, state.vector.dtype
+        self.device = device
+        self.forward: Forward = make(backend, model, dtype, device)
+        self._prepare, self._evaluate, self._sums = self.forward.prepare, self.forward.__call__, loss.sums
+        if compiled:
+            # Sizes come in a few steps; code for every size would be slower than code for one.
+            self._prepare = torch.compile(self.forward.prepare, dynamic=False)
+            self._evaluate = torch.compile(self.forward.__call__, dynamic=False)
+        self.decay = layout.decayed(dtype).to(device) * settings.weight_decay
+        self.lr = torch.zeros((), dtype=torch.float64, device=device)
+        self.lambdas = torch.zeros(3, dtype=torch.float64, device=device)
+        self.labels = torch.zeros(3, dtype=torch.float64, device=device)
+        self._graphs: dict[Any, _Captured] = {}
+        self._capturing = graphs and device.type == "cuda" and self.group.size == 1
+        self._pool: Any = None
+
+    def set(self, lr: float, lambdas: Sequence[float]) -> None:
+        """Learning rate and weights of the loss from now on."""
+        self.lr.fill_(lr)
+        self.lambdas.copy_(torch.tensor(lambdas, dtype=torch.float64))
+
+    def step(self, parts: Sequence[Part], labels: Sequence[float]) -> None:
+        """One step; nothing is waited for.
+
+        Args:
+            parts: The batch in one or more pieces, of this process; none, where it has no frame of this batch.
+            labels: Labels of the whole batch, of all processes, as in :class:`nepcore.training.loss.Sums`.
+        """
+        self.labels.copy_(torch.tensor(list(labels), dtype=torch.float64), non_blocking=True)
+        if self._capturing and len(parts) == 1:
+            self._replay(*parts[0])
+            return
+        self._apply(*self._gradient([(arrays.to(self.device), w) for arrays, w in parts]))
+
+    def errors(self, arrays: Arrays, widths: tuple[int, int], *, forces: bool = True) -> loss.Sums:
+        """Sums of a batch, without gradient."""
+        with torch.no_grad():
+            return self._compute(arrays.to(self.device), widths, self.state.vector, forces=forces)
+
+    def found(self, arrays: Arrays, widths: tuple[int, int]) -> Any:
+        """Predictions of a batch, without gradient; see :class:`nepcore.training.forward.Found`."""
+        with torch.no_grad():
+            arrays = arrays.to(self.device)
+            parameters = self.layout.views(self.state.vector)
+            return self._evaluate(parameters, self.q_scaler, arrays, self._prepare(arrays, widths))
+
+    def gradient(self, parts: Sequence[Part], labels: Sequence[float]) -> Tensor:
+        """Gradient of the loss of a batch without regularisation, (N,)."""
+        self.labels.copy_(torch.tensor(list(labels), dtype=torch.float64))
+        return self._gradient([(arrays.to(self.device), w) for arrays, w in parts])[0]
+
+    def _compute(self, arrays: Arrays, widths: tuple[int, int], vector: Tensor, *, forces: bool = True) -> loss.Sums:
+        with torch.no_grad():
+            prepared = self._prepare(arrays, widths)
+        found = self._evaluate(self.layout.views(vector), self.q_scaler, arrays, prepared, forces)
+        return self._sums(arrays, found, self.state.bias, self.settings.lambda_shear)
+
+    def _gradient(self, parts: Sequence[Part]) -> tuple[Tensor, loss.Sums]:
+        form = self.settings.loss
+        empty = loss.Sums(*(self.lambdas.new_zeros(n) for n in (3, 3, 3, 2)))
+        total = empty
+        if form == "rmse" and len(parts) > 1:
+            # The factors of a root want the sum over all parts first.
+            for arrays, widths in parts:
+                total = _added(total, self.errors(arrays, widths))
+            total = self._shared(total)
+            known: Tensor | None = loss.factors(total.weighted, self.labels, self.lambdas, form)
+        else:
+            known = loss.factors(empty.weighted, self.labels, self.lambdas, form) if form == "mse" else None
+        gradient = torch.zeros_like(self.state.vector)
+        after = empty
+        held = []
+        for arrays, widths in parts:
+            leaf = self.state.vector.detach().requires_grad_()
+            part = self._compute(arrays, widths, leaf)
+            after = _added(after, loss.Sums(*(t.detach() for t in part)))
+            if known is None:
+                held.append((leaf, part.weighted))
+            else:
+                gradient += torch.autograd.grad((part.weighted * known).sum(), leaf)[0]
+        if form == "mse" or len(parts) <= 1:
+            total = self._shared(after)
+        if known is None:
+            known = loss.factors(total.weighted, self.labels, self.lambdas, form)
+            for leaf, weighted in held:
+                gradient += torch.autograd.grad((weighted * known).sum(), leaf)[0]
+        self.group.add(gradient)
+        return gradient, total
+
+    def _shared(self, found: loss.Sums) -> loss.Sums:
+        """Sums of all processes."""
+        if self.group.size == 1:
+            return found
+        flat = torch.cat(list(found))
+        self.group.add(flat)
+        return loss.Sums(*torch.split(flat, [3, 3, 3, 2]))
+
+    def _apply(self, gradient: Tensor, found: loss.Sums) -> None:
+        s, state, dtype = self.settings, self.state, self.state.vector.dtype
+        vector = state.vector
+        l1, l2, slope = loss.regularisation(vector, s.lambda_1, s.lambda_2)
+        total = loss.terms(found.weighted, self.labels, self.lambdas, s.loss).sum() + l1 + l2
+        if s.lambda_1 or s.lambda_2:
+            gradient = gradient + slope
+        norm = torch.linalg.vector_norm(gradient)
+        good = torch.isfinite(norm) & torch.isfinite(total)
+        if s.max_grad_norm > 0.0:
+            gradient = gradient * (s.max_grad_norm / norm.clamp(min=s.max_grad_norm))
+        first = torch.lerp(state.first, gradient, 1.0 - BETAS[0])
+        second = torch.lerp(state.second, gradient * gradient, 1.0 - BETAS[1])
+        count = state.count + 1.0
+        size = (self.lr / (1.0 - BETAS[0] ** count)).to(dtype)
+        root = torch.sqrt(second) / torch.sqrt(1.0 - BETAS[1] ** count).to(dtype) + EPSILON
+        moved = vector - size * first / root - self.lr.to(dtype) * self.decay * vector
+        share = self.labels[0] / (self.labels[0] + OFFSET_MEMORY)
+        bias = state.bias + share * found.offset[0] / found.offset[1].clamp(min=1e-300)
+        bias = torch.where(found.offset[1] > 0.0, bias, state.bias)
+        none = torch.zeros_like(total)
+        row = torch.cat([
+            torch.stack([total, l1.to(torch.float64), l2.to(torch.float64)]), found.plain, found.labels,
+            torch.stack([none + 1.0, none, none]),
+        ])  # fmt: skip
+        for old, new in ((vector, moved), (state.first, first), (state.second, second), (state.count, count),
+                         (state.bias, bias), (state.totals[:10], state.totals[:10] + row[:10])):  # fmt: skip
+            old.copy_(torch.where(good, new, old))
+        bad = (~good).to(torch.float64)
+        state.totals[10].add_(bad)
+        state.totals[11].copy_(bad)
+
+    def _replay(self, arrays: Arrays, widths: tuple[int, int]) -> None:
+        key = (arrays.rows, widths)
+        found = self._graphs.get(key)
+        if found is None:
+            if len(self._graphs) >= MOST_GRAPHS:
+                self._apply(*self._gradient([(arrays.to(self.device), widths)]))
+                return
+            found = self._graphs[key] = self._capture(arrays, widths)
+        found.arrays.blob.copy_(arrays.blob, non_blocking=True)
+        found.graph.replay()
+
+    def _capture(self, arrays: Arrays, widths: tuple[int, int]) -> _Captured:
+        device = self.device
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        static = arrays.to(device)
+        kept = self.state.copy()
+        # Libraries set themselves up, and compilers compile, at first calls, which must not be part of a capture.
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._apply(*self._gradient([(static, widths)]))
+            self.state.restore(kept)
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._apply(*self._gradient([(static, widths)]))
+        return _Captured(graph, static)
+
+
+@dataclass(frozen=True, eq=False)
+class _Captured:
+    graph: Any
+    arrays: Arrays
+
+
+def _added(a: loss.Sums, b: loss.Sums) -> loss.Sums:
+    return loss.Sums(*(x + y for x, y in zip(a, b, strict=True)))
