@@ -110,7 +110,7 @@ class Arrays:
 
     def at(self, blob: Tensor) -> Arrays:
         """Arrays of these shapes in another piece of memory, with what stands there."""
-        return Arrays(*_views(blob, _shapes(self.rows, self.vectors.dtype)), blob)
+        return Arrays(*[*_views(blob, _shapes(self.rows, self.vectors.dtype)), blob])
 
     def to(self, device: torch.device) -> Arrays:
         """On a device."""
@@ -178,8 +178,8 @@ def assemble(data: Dataset, frames: NDArray[np.int64], *, pin: bool = False, pad
     temperature = np.nan_to_num(data.frames.structures.temperatures)
     return Arrays(
         joined(data.vectors, rows[2]), joined(data.neighbors, rows[2]), of_atoms(data.radial, torch.int32),
-        of_atoms(data.angular, torch.int32), of_atoms(data.types, torch.int64), frame_of_atoms(), of_atoms(labels.forces, dtype),
-        of_atoms(labels.force_weight, dtype), of_atoms(labels.has_forces, dtype),
+        of_atoms(data.angular, torch.int32), of_atoms(data.types, torch.int64), frame_of_atoms(),
+        of_atoms(labels.forces, dtype), of_atoms(labels.force_weight, dtype), of_atoms(labels.has_forces, dtype),
         of_frames(np.maximum(data.counts, 1).astype(np.float64), torch.float64, 1.0), of_frames(temperature, dtype),
         of_frames(labels.energy, torch.float64), of_frames(labels.energy_weight, torch.float64),
         of_frames(labels.has_energy, torch.float64), of_frames(labels.offset_weight, torch.float64),
@@ -259,7 +259,7 @@ def stream(
             item: Prepared | BaseException
             try:
                 item = made(frames)
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 item = error
             while not over.is_set():
                 try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -71,8 +71,8 @@ class Labels:
         n = np.maximum(counts, 1)
         square = frames.weight**2 if settings.weighting == "square" else frames.weight
         has_e = np.isfinite(frames.energy)
-        has_f = np.isfinite(frames.forces).all(axis=1)
-        has_v = np.isfinite(frames.virial).all(axis=(1, 2))
+        has_f = np.asarray(np.isfinite(frames.forces).all(axis=1))
+        has_v = np.asarray(np.isfinite(frames.virial).all(axis=(1, 2)))
         forces = np.where(has_f[:, None], frames.forces, 0.0)
         force_weight = np.repeat(square, counts) * has_f
         if settings.type_weight:
@@ -291,7 +291,7 @@ class _Spool:
         self._parts: list[Tensor] = []
         self._bytes = 0
         self._rows = 0
-        self._file = None
+        self._file: BinaryIO | None = None
 
     def add(self, rows: Tensor) -> None:
         self._rows += len(rows)
@@ -300,7 +300,7 @@ class _Spool:
         if self._bytes > self._limit:
             if self._file is None:
                 # Without a name: it is gone when the process ends, however it ends.
-                self._file = tempfile.TemporaryFile(prefix="nep-training-")  # noqa: SIM115
+                self._file = cast("BinaryIO", tempfile.TemporaryFile(prefix="nep-training-"))  # noqa: SIM115
             for part in self._parts:
                 part.contiguous().numpy().tofile(self._file)
             self._parts = []

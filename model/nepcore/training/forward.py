@@ -6,7 +6,7 @@ compute the same from the coefficients of every pair.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
@@ -133,8 +133,7 @@ class ByForm(_Base):
     ) -> Found:
         """See :class:`Forward`."""
         del forces  # they come along
-        slots, v = prepared  # type: ignore[misc]
-        assert isinstance(slots, Slots)
+        slots, v = cast("tuple[Slots, int]", prepared)
         p = parameters
         nothing = q_scaler.new_zeros(())
         tables = Tables(

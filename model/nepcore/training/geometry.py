@@ -113,21 +113,19 @@ class PairForces(torch.autograd.Function):
     """Forces and virials of the derivatives by the sums."""
 
     @staticmethod
-    def forward(ctx, radial: Tensor, angular: Tensor, geometry: Geometry, frame: Tensor, n_frames: int):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, radial: Tensor, angular: Tensor, geometry: Geometry, frame: Tensor, n_frames: int):  # type: ignore[no-untyped-def]
         """∂E/∂M (A, T k) and (A, T k, b) → forces (A, 3), eV/Å, and virials (B, 9), eV."""
         ctx.geometry, ctx.frame = geometry, frame
         return _forces(geometry, radial, angular, frame, n_frames)
 
     @staticmethod
-    def backward(ctx, by_forces: Tensor, by_virial: Tensor):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx, by_forces: Tensor, by_virial: Tensor):  # type: ignore[no-untyped-def]
         """The same map the other way round."""
         radial, angular = _spread(ctx.geometry, by_forces, by_virial, ctx.frame)
         return radial, angular, None, None, None
 
 
-def _forces(
-    geometry: Geometry, radial: Tensor, angular: Tensor, frame: Tensor, n_frames: int
-) -> tuple[Tensor, Tensor]:
+def _forces(geometry: Geometry, radial: Tensor, angular: Tensor, frame: Tensor, n_frames: int) -> tuple[Tensor, Tensor]:
     slots = geometry.slots
     A, T, _ = geometry.of_type.shape
     v = geometry.y.shape[1]

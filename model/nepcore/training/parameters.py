@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class Layout:
     def model(self, vector: Tensor, like: NepFile, bias: float, q_scaler: NDArray[np.float64]) -> NepFile:
         """The model of a vector; its numbers are those that eight digits carry."""
         host = vector.detach().to("cpu", torch.float64)
-        arrays = {name: _rounded(part.numpy()) for name, part in self.views(host).items()}
+        arrays: dict[str, Any] = {name: _rounded(part.numpy()) for name, part in self.views(host).items()}
         return replace(like, **arrays, bias=float(_rounded(np.array([bias]))[0]), q_scaler=_rounded(q_scaler))
 
 
@@ -70,7 +70,7 @@ def start_model(settings: Settings, most: tuple[int, int]) -> NepFile:
         most: Most neighbours of an atom within the radial and the angular cutoff.
     """
     layout = settings.layout
-    T, H, D = len(layout.elements), layout.hidden[0], layout.dim
+    T, D = len(layout.elements), layout.dim
     bits = np.random.PCG64([settings.seed, 0])
 
     def even(shape: tuple[int, ...]) -> NDArray[np.float64]:
@@ -101,7 +101,6 @@ def start_model(settings: Settings, most: tuple[int, int]) -> NepFile:
         "mn_angular": float(most[1]), "zbl_pairs": pairs, "b1": None, "w2": None, "bias": 0.0,
         "type_bias": np.zeros(T) if layout.version == 5 else None, "q_scaler": np.ones(D),
     }  # fmt: skip
-    del H
     return NepFile(**(values | arrays))
 
 
@@ -123,7 +122,7 @@ def without_types(model: NepFile, elements: Sequence[str]) -> NepFile:
         number = np.zeros((T, T), np.int64)
         number[np.triu_indices(T)] = np.arange(len(pairs))
         pairs = pairs[[number[a, b] for i, a in enumerate(kept) for b in kept[i:]]]
-    networks = {
+    networks: dict[str, Any] = {
         name: None if getattr(model, name) is None else getattr(model, name)[kept if model.version != 3 else [0]]
         for name in ("w0", "b0", "w1", "b1", "w2")
     }

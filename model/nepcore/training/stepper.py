@@ -62,10 +62,12 @@ class State:
     @classmethod
     def of(cls, vector: Tensor, bias: float) -> State:
         """Before the first step."""
-        double = {"dtype": torch.float64, "device": vector.device}
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=vector.device)
+
         return cls(
-            vector, torch.zeros_like(vector), torch.zeros_like(vector), torch.zeros((), **double),
-            torch.tensor(bias, **double), torch.zeros(12, **double),
+            vector, torch.zeros_like(vector), torch.zeros_like(vector), zeros(), zeros() + bias, zeros(12),
         )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
@@ -161,6 +163,12 @@ class Stepper:
         """Gradient of the loss of a batch without regularisation, (N,)."""
         self.labels.copy_(torch.tensor(list(labels), dtype=torch.float64))
         return self._gradient([(arrays.to(self.device), w) for arrays, w in parts])[0]
+
+    def local_gradient(self, arrays: Arrays, widths: tuple[int, int]) -> Tensor:
+        """Gradient of the weighted squares of this process's frames, (N,)."""
+        leaf = self.state.vector.detach().requires_grad_()
+        part = self._compute(arrays.to(self.device), widths, leaf)
+        return torch.autograd.grad((part.weighted * self.lambdas).sum(), leaf)[0]
 
     def _compute(self, arrays: Arrays, widths: tuple[int, int], vector: Tensor, *, forces: bool = True) -> loss.Sums:
         with torch.no_grad():
