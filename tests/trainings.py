@@ -37,11 +37,11 @@ def teacher(**changes: Any) -> NepFile:
     return make_model(ELEMENTS, **(sizes | changes))
 
 
-def frames(count: int = 7, *, sizes: tuple[int, ...] = (3, 5, 8), seed: int = 0, model: NepFile | None = None) -> Frames:
+def frames(
+    count: int = 7, *, sizes: tuple[int, ...] = (3, 5, 8), seed: int = 0, model: NepFile | None = None
+) -> Frames:
     """Frames of a few atoms with all labels, those of the teacher."""
-    structures = Structures.pack(
-        [random_structure(seed + i, ELEMENTS, n=sizes[i % len(sizes)]) for i in range(count)]
-    )
+    structures = Structures.pack([random_structure(seed + i, ELEMENTS, n=sizes[i % len(sizes)]) for i in range(count)])
     calculator = Calculator.of(model or teacher(), device="cpu", dtype="float64", backend="density")
     found = calculator.evaluate(structures, ["energy", "forces", "virial"])
     assert not found.errors

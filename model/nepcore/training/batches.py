@@ -1,8 +1,8 @@
 """From the data set to the device: which frames make a step, and their arrays in one piece.
 
 The frames are sorted by what they cost and dealt into as many lanes as a batch has places; a batch takes one frame of
-each lane. So all batches cost about the same, a process that owns every N-th lane has an even share of each, and the
-frames of a batch do not depend on the number of processes.
+each lane. So all batches cost about the same, processes that share the lanes have even shares of each, and the frames
+of a batch do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ class Plan:
 
     Attributes:
         lanes: Frames of each lane.
+        cost: What a frame of each lane costs on average.
         seed: Of their order.
     """
 
     lanes: tuple[NDArray[np.int64], ...]
+    cost: NDArray[np.float64]
     seed: int
 
     @classmethod
     def of(cls, work: NDArray[np.float64], batch: int, seed: int) -> Plan:
         """Deal frames of that cost into batches of ``batch`` frames."""
         order = np.argsort(work, kind="stable")
-        return cls(tuple(np.array_split(order, min(batch, len(order)))) if len(order) else (), seed)
+        lanes = tuple(np.array_split(order, min(batch, len(order)))) if len(order) else ()
+        return cls(lanes, np.array([work[lane].mean() for lane in lanes]), seed)
 
     @property
     def steps(self) -> int:
@@ -54,8 +57,15 @@ class Plan:
         return np.sort(np.concatenate(mine)) if mine else np.zeros(0, np.int64)
 
     def _lanes_of(self, rank: int, size: int) -> list[int]:
-        # There and back again: the process with the cheaper lane of one round has the dearer one of the next.
-        return [i for i in range(len(self.lanes)) if _turn(i, size) == rank]
+        """Lanes of a process: dealt by their cost, each to whoever has least so far."""
+        load = [0.0] * size
+        mine = []
+        for lane in np.argsort(self.cost, kind="stable")[::-1].tolist():
+            owner = load.index(min(load))
+            load[owner] += float(self.cost[lane])
+            if owner == rank:
+                mine.append(lane)
+        return sorted(mine)
 
     def epoch(self, number: int) -> list[NDArray[np.int64]]:
         """Frames of each batch of an epoch, in the order of the lanes; -1 where a lane has none left."""
@@ -69,11 +79,6 @@ class Plan:
         """Frames of a batch that a process evaluates."""
         mine = batch[self._lanes_of(rank, size)]
         return mine[mine >= 0]
-
-
-def _turn(lane: int, size: int) -> int:
-    position = lane % (2 * size)
-    return position if position < size else 2 * size - 1 - position
 
 
 @dataclass(frozen=True, eq=False)

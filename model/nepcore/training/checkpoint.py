@@ -72,7 +72,8 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(path, "is damaged, or holds more than tensors and text, which is not read") from error
     except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
-        raise CheckpointError(path, f"is damaged, or no checkpoint: {str(error).splitlines()[0][:200]}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(path, f"is damaged, or no checkpoint: {reason[:200]}") from error
     if not isinstance(values, dict) or values.get("kind") != KIND:
         raise CheckpointError(path, "is no checkpoint of a training")
     if values.get("version") != VERSION:

@@ -130,6 +130,10 @@ class Training:
         check(valid, begun.model)
         self.settings = settings = begun.settings
         self.messages = list(begun.messages)
+        if settings.batch < self.group.size:
+            self.messages.append(
+                f"a batch of {settings.batch} for {self.group.size} processes: some have nothing to do"
+            )
         self.element_offsets = begun.element_offsets
 
         self._plan = Plan.of(begun.model.admission.work(train.structures), settings.batch, settings.seed)
