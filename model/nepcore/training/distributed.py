@@ -76,9 +76,9 @@ def device_of(name: str) -> torch.device:
     Raises:
         nepcore.errors.ModelError: It is not there.
     """
-    from nepcore.calculator import find_device
+    from nepcore.calculator import _find_device
 
     local = os.environ.get("LOCAL_RANK")
     if local is not None and name in {"auto", "cuda"} and torch.cuda.is_available():
-        return find_device(f"cuda:{int(local) % torch.cuda.device_count()}")
-    return find_device(name)
+        return _find_device(f"cuda:{int(local) % torch.cuda.device_count()}")
+    return _find_device(name)
