@@ -22,10 +22,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import argparse
 import json
 import time
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 import nepcore
@@ -137,7 +137,7 @@ def figures(options: argparse.Namespace) -> None:
         one, thousand = systems.small(name, 2).slice(1, 2), crystal(name, THOUSAND[name])
         many = systems.small(name, 1024)
         for label, block in (("one", one), ("1,000", thousand), ("1024 small", many)):
-            seconds = timed(lambda block=block: calculator.evaluate(block, wanted))
+            seconds = timed(partial(calculator.evaluate, block, wanted))
             say(system=name, batch=label, atoms=block.n_atoms, us=1e6 * seconds,
                 structures_per_s=len(block) / seconds, ns_per_atom=1e9 * seconds / block.n_atoms)  # fmt: skip
         big = crystal(name, options.repeat or LARGE[name])
@@ -159,7 +159,7 @@ def figures(options: argparse.Namespace) -> None:
             atoms_that_fit=free / bytes_per_atom, drift_mev=1e3 * (dynamics.energy() - energy) / n,
             gpumd=GPUMD[name])  # fmt: skip
         del dynamics
-        seconds = timed(lambda big=big: calculator.evaluate(big, wanted), repeats=20)
+        seconds = timed(partial(calculator.evaluate, big, wanted), repeats=20)
         say(system=name, batch="large, host to host", atoms=n, ns_per_atom=1e9 * seconds / n)
         fused._large.clear()  # noqa: SLF001
         torch.cuda.empty_cache()

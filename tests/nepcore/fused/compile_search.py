@@ -40,7 +40,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (
         search.find_neighbors,
         {"scaled": "f32", "radial_square": "fp32", "angular_square": "fp32"},
-        {"SORTED": True, "SPAN": 8, "COINCIDENT": 1, "SAME_SQUARE": 1e-10, "A": 4, "C": 128},
+        {"SORTED": True, "SPAN": 8, "COINCIDENT": 1, "SAME_SQUARE": 1e-10, "A": 4, "C": 64},
         4,
     ),
     (search.find_reverse, {}, {"IMAGES": True, "A": 4, "G": 16, "C": 16}, 4),
@@ -56,7 +56,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (
         skin.pick_in_range,
         {"scaled": "f32", "radial_square": "fp32", "angular_square": "fp32"},
-        {"COINCIDENT": 1, "SAME_SQUARE": 1e-10, "A": 4, "C": 64},
+        {"COINCIDENT": 1, "SAME_SQUARE": 1e-10, "A": 4, "C": 32},
         4,
     ),
     (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,9 @@ pytest.importorskip("triton")
 
 from nepcore.backends.fused import cells, large, search, small
 from nepcore.backends.fused.backend import Fused, room
-from nepcore.backends.fused.lists import Lists, Tables
+
+if TYPE_CHECKING:
+    from nepcore.backends.fused.lists import Lists, Tables
 
 CUTOFF = (5.0, 3.5)
 MODEL = synthetic.make_model(("Si", "C", "O"), cutoff=CUTOFF, seed=1)

@@ -13,7 +13,7 @@ from nepcore.backends.pairwise import stress_of
 from nepcore.errors import ModelError
 from nepcore.structures import PER_ATOM, PROPERTIES, Predictions
 
-from . import cells, large, small
+from . import large, small
 from .lists import Tables
 from .model import prepare, unfit
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
+
     from nepcore.backends.protocol import Backend
     from nepcore.errors import StructureError
     from nepcore.files.nep_txt import NepFile
@@ -68,9 +69,9 @@ class Fused:
             raise ModelError(f"the backend fused cannot be used: {reason}")
         self.device = device
         self.fault = ""
-        self._file = model
-        self._admission = model.admission
-        self._memory = memory
+        self.file = model
+        self.admission = model.admission
+        self.memory = memory
         self._make_fallback = fallback
         self._fallback: Backend | None = None
         self._models: OrderedDict[tuple[int, ...], Tables] = OrderedDict()
@@ -88,7 +89,6 @@ class Fused:
         """What carries ``fault``, as in the torch backends."""
         return self
 
-    @torch.no_grad()
     def run(self, structures: Structures, properties: frozenset[str]) -> Generator[int, None, Predictions]:
         """Evaluate structures that the model's admission let in; see :class:`nepcore.backends.protocol.Backend`."""
         task = Task(self, structures, properties)
@@ -107,7 +107,7 @@ class Fused:
     @property
     def reach(self) -> float:
         """Cutoff and skin of the lists of large structures, Å."""
-        return float(self._file.cutoff_radial.max()) + large.SKIN
+        return float(self.file.cutoff_radial.max()) + large.SKIN
 
     @property
     def fallback(self) -> Backend:
@@ -118,12 +118,12 @@ class Fused:
 
     def tensors(self, numbers: NDArray[np.uint8]) -> Tables:
         """What the kernels read of the model, for the elements of these atoms."""
-        count = len(self._file.elements)
+        count = len(self.file.elements)
         if count <= ALL_TYPES:
             present = tuple(range(count))
         else:
             occurring = np.flatnonzero(np.bincount(numbers, minlength=256))
-            present = tuple(np.sort(self._admission.types[occurring]).tolist())
+            present = tuple(np.sort(self.admission.types[occurring]).tolist())
         found = self._models.get(present)
         if found is None:
             if len(self._models) >= _MOST_PRESENTS:
@@ -132,10 +132,10 @@ class Fused:
                     self._slot_bytes -= sum(slot.bytes for slot in self._slots.pop(key))
             place = np.zeros(256, np.int32)
             for at, t in enumerate(present):
-                place[self._admission.types == t] = at
+                place[self.admission.types == t] = at
             found = Tables(
-                prepare(self._file, present, self.device), torch.from_numpy(place).to(self.device),
-                float(self._file.cutoff_radial.max()), float(self._file.cutoff_angular.max()),
+                prepare(self.file, present, self.device), torch.from_numpy(place).to(self.device),
+                float(self.file.cutoff_radial.max()), float(self.file.cutoff_angular.max()),
             )  # fmt: skip
             self._models[present] = found
         self._models.move_to_end(present)
@@ -150,7 +150,7 @@ class Fused:
             return free.pop()
         slot = small.Slot(tables, size, self.small_blocks)
         self._slot_bytes += slot.bytes
-        while self._slot_bytes > _SLOT_SHARE * self._memory and self._slots:
+        while self._slot_bytes > _SLOT_SHARE * self.memory and self._slots:
             _, unused = self._slots.popitem(last=False)
             self._slot_bytes -= sum(old.bytes for old in unused)
         return slot
@@ -172,7 +172,7 @@ class Fused:
 
     def capacity(self, expected: float) -> tuple[int, int]:
         """Slots for radial and angular neighbours, from the largest number expected by density."""
-        ratio = self._file.cutoff_angular.max() / self._file.cutoff_radial.max()
+        ratio = self.file.cutoff_angular.max() / self.file.cutoff_radial.max()
         guess = room(1.2 * expected + 6.0), room(1.3 * expected * ratio**3 + 6.0)
         return self._corrected.get(guess, guess)
 
@@ -193,11 +193,11 @@ class Fused:
                 self._large.remove(state)
                 self._large.append(state)
                 return state
-        n, expected = structures.n_atoms, float(self._admission.neighbors(structures)[0])
-        if n > large.MOST_ATOMS or n * (_ATOM_BYTES + 1.5 * _NEIGHBOR_BYTES * expected) > self._memory:
+        n, expected = structures.n_atoms, float(self.admission.neighbors(structures)[0])
+        if n > large.MOST_ATOMS or n * (_ATOM_BYTES + 1.5 * _NEIGHBOR_BYTES * expected) > self.memory:
             return None
         while len(self._large) >= _MOST_LARGE or (
-            self._large and sum(s.bytes for s in self._large) > 0.5 * self._memory
+            self._large and sum(s.bytes for s in self._large) > 0.5 * self.memory
         ):
             del self._large[0]
         state = large.Large(self.tensors(structures.numbers), structures, self.large_blocks)
@@ -244,7 +244,7 @@ class Task:
         self.total = np.zeros(B)
         self.virial = np.zeros((B, 9)) if self.virials else None
         self.rows: dict[str, NDArray[np.float32]] = {}
-        widths = {"energies": (), "forces": (3,), "virials": (9,), "descriptors": (backend._file.dim,)}
+        widths = {"energies": (), "forces": (3,), "virials": (9,), "descriptors": (backend.file.dim,)}
         for name, width in widths.items():
             if name in properties:
                 self.rows[name] = np.empty((N, *width), np.float32)
@@ -268,9 +268,9 @@ class Task:
     def _small(self, block: Structures, chosen: NDArray[np.int64] | None) -> Generator[int, None, None]:
         backend = self.backend
         tables = backend.tensors(block.numbers)
-        expected = backend._admission.neighbors(block)
+        expected = backend.admission.neighbors(block)
         mr, ma = backend.capacity(float(expected.max()))
-        limit = min(CHUNK, int(0.1 * backend._memory / (_ATOM_BYTES + _NEIGHBOR_BYTES * mr)))
+        limit = min(CHUNK, int(0.1 * backend.memory / (_ATOM_BYTES + _NEIGHBOR_BYTES * mr)))
         flying: deque[tuple[small.Slot, int, int]] = deque()
         start, B = 0, len(block)
         offsets = block.offsets
@@ -310,7 +310,7 @@ class Task:
             size = self.backend.correct(slot.size, most)
             self.backend.give(slot)
             flying.popleft()
-            slot = self.backend.take(tables, size)
+            slot = self.backend.take(slot.tables, size)
             flying.appendleft((slot, start, stop))
             slot.fill(block.slice(start, stop))
             self.backend.launch(slot)

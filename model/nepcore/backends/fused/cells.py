@@ -30,7 +30,9 @@ def _shorten(ax, ay, az, bx, by, bz, both):
     """A vector minus the whole multiple of another that leaves it shortest, and whether that is less than before."""
     along = ax * bx + ay * by + az * bz
     length = bx * bx + by * by + bz * bz
-    times = tl.where(both & (tl.abs(along) > 0.500001 * length), tl.floor(along / length + 0.5), 0.0)
+    times = tl.where(
+        both & (tl.abs(along) > 0.500001 * length), tl.floor(along / tl.where(length > 0.0, length, 1.0) + 0.5), 0.0
+    )
     return ax - times * bx, ay - times * by, az - times * bz, (times != 0.0).to(tl.int32)
 
 
@@ -47,7 +49,7 @@ def _unit(x, y, z):
 
 
 @triton.jit
-def _steps(length, height, periodic, extent, cutoff):
+def _steps(height, periodic, extent, cutoff):
     """Images on either side, binary digits of the steps of a cell vector, whether differences wrap by themselves."""
     reach = tl.where(periodic, tl.floor(cutoff / height + (0.5 + 1e-9)), 0.0)
     reach = tl.minimum(reach, 1000.0).to(tl.int32)
@@ -64,9 +66,9 @@ def _steps(length, height, periodic, extent, cutoff):
     return reach, digits, periodic & (reach == 0)
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit
 def prepare_cells(
-    cells, pbc, positions, offsets, frames, scaled, units, spans, state, most, S, cutoff,
+    cells, pbc, positions, offsets, frames, scaled, units, spans, state, most, cutoff,
     COARSEST: tl.constexpr, MOST_CANDIDATES: tl.constexpr, ELSEWHERE: tl.constexpr,
     FRAME: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -159,12 +161,9 @@ def prepare_cells(
     length_a = tl.sqrt(ax * ax + ay * ay + az * az)
     length_b = tl.sqrt(bx * bx + by * by + bz * bz)
     length_c = tl.sqrt(cx * cx + cy * cy + cz * cz)
-    reach_a, digits_a, wraps_a = _steps(
-        length_a, 1.0 / tl.sqrt(ux * ux + uy * uy + uz * uz), pa, top_u - low_u, cutoff)  # fmt: skip
-    reach_b, digits_b, wraps_b = _steps(
-        length_b, 1.0 / tl.sqrt(vx * vx + vy * vy + vz * vz), pb, top_v - low_v, cutoff)  # fmt: skip
-    reach_c, digits_c, wraps_c = _steps(
-        length_c, 1.0 / tl.sqrt(wx * wx + wy * wy + wz * wz), pc, top_w - low_w, cutoff)  # fmt: skip
+    reach_a, digits_a, wraps_a = _steps(1.0 / tl.sqrt(ux * ux + uy * uy + uz * uz), pa, top_u - low_u, cutoff)
+    reach_b, digits_b, wraps_b = _steps(1.0 / tl.sqrt(vx * vx + vy * vy + vz * vz), pb, top_v - low_v, cutoff)
+    reach_c, digits_c, wraps_c = _steps(1.0 / tl.sqrt(wx * wx + wy * wy + wz * wz), pc, top_w - low_w, cutoff)
     one = tl.full([], 1, tl.int64)
     steps_a = tl.where(wraps_a, one << 32, one << digits_a.to(tl.int64)).to(tl.float64)
     steps_b = tl.where(wraps_b, one << 32, one << digits_b.to(tl.int64)).to(tl.float64)

@@ -50,7 +50,7 @@ class Blocks(NamedTuple):
     sorted: int = 32
     compared: int = 64
     centres: int = 4
-    slots: int = 64
+    slots: int = 32
     pairs: int = 16
     sums: int = 1024  # results do depend on this one: it is the length of a block of float64 sums
 
@@ -266,7 +266,7 @@ class Large:
             radial = self._capacity[0]
             keys = self._lists.radial_index if self._lists is not None else self._empty(n, 0)
             skin.find_within_skin[(n,)](
-                self._rows, self._order, bounds, self._scaled, keys, self._skin_count, count_a, n, radial, *bins,
+                self._rows, self._order, bounds, self._scaled, keys, self._skin_count, count_a, radial, *bins,
                 *wide, reach**2, (tables.cutoff_angular + SKIN) ** 2, self.blocks.candidates, num_warps=1,
             )  # fmt: skip
             most = torch.stack([self._skin_count.max(), count_a.max()]).tolist()

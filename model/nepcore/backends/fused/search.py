@@ -1,13 +1,15 @@
 """Kernels of the neighbour search in small structures: every atom looks at all atoms and their images.
 
-Candidates are looked at in the order in which they are wanted (element, atom, image), so that a running count of those
-in range is their place in the list.
+Others are looked at in the order in which they are wanted (element, atom, image), so that a running count of those in
+range is their place in the list.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .pairs import quad
 
 COINCIDENT = 1
 """Bit of a structure's state: two of its atoms are at one place."""
@@ -24,12 +26,16 @@ def find_neighbors(
     SORTED: tl.constexpr, SPAN: tl.constexpr, COINCIDENT: tl.constexpr, SAME_SQUARE: tl.constexpr,
     A: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Neighbours of A atoms a program, C candidates at a time; ``most`` becomes the counts that do not fit."""
+    """Neighbours of A atoms a program, C others at a time; ``most`` becomes the counts that do not fit.
+
+    A lane is another atom, and goes through its images twice: it counts those in range, and when it knows how many
+    there are of the atoms before it, it writes them. Both times by the same code, so that nothing is rounded otherwise.
+    """
     i = tl.program_id(0) * A + tl.arange(0, A)
     there = i < tl.load(offsets + S)
     s = tl.load(structure + i, mask=there, other=0)
-    first = tl.load(offsets + s, mask=there, other=0)
-    last = tl.load(offsets + s + 1, mask=there, other=0)
+    first = tl.load(offsets + s, mask=there, other=0)[:, None]
+    last = tl.load(offsets + s + 1, mask=there, other=0)[:, None]
     span = spans + SPAN * s
     ra = tl.load(span, mask=there, other=0)[:, None]
     rb = tl.load(span + 1, mask=there, other=0)[:, None]
@@ -37,7 +43,7 @@ def find_neighbors(
     da = tl.load(span + 3, mask=there, other=0)[:, None]
     db = tl.load(span + 4, mask=there, other=0)[:, None]
     dc = tl.load(span + 5, mask=there, other=0)[:, None]
-    images = tl.load(span + 6, mask=there, other=0)[:, None]
+    last = tl.where(tl.load(span + 6, mask=there, other=0)[:, None] > 0, last, first)
     ua = tl.load(units + 3 * s, mask=there, other=0)[:, None]
     ub = tl.load(units + 3 * s + 1, mask=there, other=0)[:, None]
     uc = tl.load(units + 3 * s + 2, mask=there, other=0)[:, None]
@@ -54,59 +60,68 @@ def find_neighbors(
     xi = tl.load(rows + 4 * i, mask=there, other=0)[:, None]
     yi = tl.load(rows + 4 * i + 1, mask=there, other=0)[:, None]
     zi = tl.load(rows + 4 * i + 2, mask=there, other=0)[:, None]
-    across = 2 * rc + 1
-    plane = (2 * rb + 1) * across
-    # Half a part more and a quotient in float32 falls on the right side: candidates are fewer than 2^22.
-    per_images = 1.0 / tl.maximum(images, 1).to(tl.float32)
-    per_plane = 1.0 / plane.to(tl.float32)
-    per_across = 1.0 / across.to(tl.float32)
-    candidates = tl.where(there[:, None], (last - first)[:, None] * images, 0)
     base = i.to(tl.int64)[:, None]
+    reach_a, reach_b, reach_c = tl.max(tl.max(ra, 1), 0), tl.max(tl.max(rb, 1), 0), tl.max(tl.max(rc, 1), 0)
+    others = tl.max(tl.max(tl.where(there[:, None], last - first, 0), 1), 0)
     found_r = tl.zeros([A], tl.int32)
     found_a = tl.zeros([A], tl.int32)
-    same = tl.zeros([A], tl.int32)
+    same = tl.zeros([A, C], tl.int32)
     lane = tl.arange(0, C)[None, :]
-    stop = tl.max(tl.max(candidates, 1), 0)
     start = 0
-    while start < stop:
-        q = start + lane
-        valid = q < candidates
-        place = ((q.to(tl.float32) + 0.5) * per_images).to(tl.int32)
-        m = q - place * images
-        ma = ((m.to(tl.float32) + 0.5) * per_plane).to(tl.int32)
-        m = m - ma * plane
-        mb = ((m.to(tl.float32) + 0.5) * per_across).to(tl.int32)
-        mc = m - mb * across
-        j = first[:, None] + place
+    while start < others:
+        j = first + start + lane
+        valid = (j < last) & there[:, None]
         if SORTED:
             j = tl.load(order + j, mask=valid, other=0)
-        x = tl.load(rows + 4 * j, mask=valid, other=0) - xi
-        y = tl.load(rows + 4 * j + 1, mask=valid, other=0) - yi
-        z = tl.load(rows + 4 * j + 2, mask=valid, other=0) - zi
+        j = tl.where(valid, j, 0)
+        x, y, z, _ = quad(rows + 4 * j)
+        x, y, z = x - xi, y - yi, z - zi
         # Images are counted from the nearest one; where differences wrap there is no other.
-        na = tl.where(ra > 0, ma - ra - ((x + (ua >> 1)) >> da), 0)
-        nb = tl.where(rb > 0, mb - rb - ((y + (ub >> 1)) >> db), 0)
-        nc = tl.where(rc > 0, mc - rc - ((z + (uc >> 1)) >> dc), 0)
-        fx = (x + na * ua).to(tl.float32)
-        fy = (y + nb * ub).to(tl.float32)
-        fz = (z + nc * uc).to(tl.float32)
-        dx = fx * ax + fy * bx + fz * cx
-        dy = fx * ay + fy * by + fz * cy
-        dz = fx * az + fy * bz + fz * cz
-        square = dx * dx + dy * dy + dz * dz
-        itself = (j == i[:, None]) & (na == 0) & (nb == 0) & (nc == 0)
-        near = valid & (square < radial_square) & (itself == 0)
-        close = near & (square < angular_square)
-        image = (na & 1023) | ((nb & 1023) << 10) | ((nc & 1023) << 20)
-        slot = found_r[:, None] + tl.cumsum(near.to(tl.int32), 1) - 1
-        tl.store(radial_index + base * MR + slot, j, mask=near & (slot < MR))
-        tl.store(radial_image + base * MR + slot, image, mask=near & (slot < MR))
-        slot = found_a[:, None] + tl.cumsum(close.to(tl.int32), 1) - 1
-        tl.store(angular_index + base * MA + slot, j, mask=close & (slot < MA))
-        tl.store(angular_image + base * MA + slot, image, mask=close & (slot < MA))
-        found_r += tl.sum(near.to(tl.int32), 1)
-        found_a += tl.sum(close.to(tl.int32), 1)
-        same += tl.sum((near & (square < SAME_SQUARE)).to(tl.int32), 1)
+        na = tl.where(ra > 0, -((x + (ua >> 1)) >> da), 0)
+        nb = tl.where(rb > 0, -((y + (ub >> 1)) >> db), 0)
+        nc = tl.where(rc > 0, -((z + (uc >> 1)) >> dc), 0)
+        itself = j == i[:, None]
+        at_r = tl.zeros([A, C], tl.int32)
+        at_a = tl.zeros([A, C], tl.int32)
+        writing = 0
+        while writing < 2:
+            ma = -reach_a
+            while ma <= reach_a:
+                fa = (x + (na + ma) * ua).to(tl.float32)
+                xa, ya, za = fa * ax, fa * ay, fa * az
+                in_a = valid & (tl.abs(ma) <= ra)
+                mb = -reach_b
+                while mb <= reach_b:
+                    fb = (y + (nb + mb) * ub).to(tl.float32)
+                    xb, yb, zb = xa + fb * bx, ya + fb * by, za + fb * bz
+                    in_b = in_a & (tl.abs(mb) <= rb)
+                    mc = -reach_c
+                    while mc <= reach_c:
+                        fc = (z + (nc + mc) * uc).to(tl.float32)
+                        dx, dy, dz = xb + fc * cx, yb + fc * cy, zb + fc * cz
+                        square = dx * dx + dy * dy + dz * dz
+                        home = (ma == 0) & (mb == 0) & (mc == 0)
+                        near = in_b & (tl.abs(mc) <= rc) & (square < radial_square) & ((itself & home) == 0)
+                        close = near & (square < angular_square)
+                        if writing == 1:
+                            image = ((na + ma) & 1023) | (((nb + mb) & 1023) << 10) | (((nc + mc) & 1023) << 20)
+                            tl.store(radial_index + base * MR + at_r, j, mask=near & (at_r < MR))
+                            tl.store(radial_image + base * MR + at_r, image, mask=near & (at_r < MR))
+                            tl.store(angular_index + base * MA + at_a, j, mask=close & (at_a < MA))
+                            tl.store(angular_image + base * MA + at_a, image, mask=close & (at_a < MA))
+                        same |= (near & (square < SAME_SQUARE)).to(tl.int32)
+                        at_r += near.to(tl.int32)
+                        at_a += close.to(tl.int32)
+                        mc += 1
+                    mb += 1
+                ma += 1
+            if writing == 0:
+                total_r, total_a = tl.sum(at_r, 1), tl.sum(at_a, 1)
+                at_r = found_r[:, None] + tl.cumsum(at_r, 1) - at_r
+                at_a = found_a[:, None] + tl.cumsum(at_a, 1) - at_a
+                found_r += total_r
+                found_a += total_a
+            writing += 1
         start += C
     tl.store(radial_count + i, tl.minimum(found_r, MR))
     tl.store(angular_count + i, tl.minimum(found_a, MA))
@@ -114,8 +129,9 @@ def find_neighbors(
         tl.atomic_max(most, tl.max(found_r, 0))
     if tl.max(found_a, 0) > MA:
         tl.atomic_max(most + 1, tl.max(found_a, 0))
-    if tl.sum(same, 0) > 0:
-        tl.atomic_or(state + s, tl.where(same > 0, COINCIDENT, 0), mask=there & (same > 0))
+    double = tl.max(same, 1)
+    if tl.max(double, 0) > 0:
+        tl.atomic_or(state + s, tl.where(double > 0, COINCIDENT, 0), mask=there & (double > 0))
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .cells import step
+from .pairs import quad
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -44,9 +45,9 @@ def refresh(
             tl.store(moved, 1)
 
 
-@triton.jit(do_not_specialize=["N", "na", "nb", "nc", "wide_a", "wide_b", "wide_c"])
+@triton.jit(do_not_specialize=["na", "nb", "nc", "wide_a", "wide_b", "wide_c"])
 def find_within_skin(
-    rows, order, bounds, scaled, keys, count_r, count_a, N, MR, na, nb, nc, wide_a, wide_b, wide_c,
+    rows, order, bounds, scaled, keys, count_r, count_a, MR, na, nb, nc, wide_a, wide_b, wide_c,
     radial_square, angular_square, C: tl.constexpr,
 ):  # fmt: skip
     """Neighbours of one atom a program: bins next to its own, those along c as one run, or two where it wraps.
@@ -153,33 +154,34 @@ def pick_in_range(
     zi = tl.load(rows + 4 * k + 2, mask=there, other=0)[:, None]
     base = k.to(tl.int64)[:, None]
     lane = tl.arange(0, C)[None, :]
-    found_r = tl.zeros([A], tl.int32)
-    found_a = tl.zeros([A], tl.int32)
-    same = tl.zeros([A], tl.int32)
-    stop = tl.max(count, 0)
+    # Two counts in one number: neighbours in the lower half, those of the angular list in the upper one.
+    found = tl.zeros([A], tl.int32)
+    same = tl.zeros([A, C], tl.int32)
+    most = tl.max(count, 0)
     start = 0
-    while start < stop:
+    while start < most:
         slot = start + lane
         valid = slot < count[:, None]
         j = tl.load(skin_index + base * MS + slot, mask=valid, other=0)
-        fx = (tl.load(rows + 4 * j, mask=valid, other=0) - xi).to(tl.float32)
-        fy = (tl.load(rows + 4 * j + 1, mask=valid, other=0) - yi).to(tl.float32)
-        fz = (tl.load(rows + 4 * j + 2, mask=valid, other=0) - zi).to(tl.float32)
+        x, y, z, _ = quad(rows + 4 * j)
+        fx = (x - xi).to(tl.float32)
+        fy = (y - yi).to(tl.float32)
+        fz = (z - zi).to(tl.float32)
         dx = fx * ax + fy * bx + fz * cx
         dy = fx * ay + fy * by + fz * cy
         dz = fx * az + fy * bz + fz * cz
         square = dx * dx + dy * dy + dz * dz
         near = valid & (square < radial_square)
         close = near & (square < angular_square)
-        at = found_r[:, None] + tl.cumsum(near.to(tl.int32), 1) - 1
-        tl.store(radial_index + base * MR + at, j, mask=near & (at < MR))
-        at = found_a[:, None] + tl.cumsum(close.to(tl.int32), 1) - 1
-        tl.store(angular_index + base * MA + at, j, mask=close & (at < MA))
-        found_r += tl.sum(near.to(tl.int32), 1)
-        found_a += tl.sum(close.to(tl.int32), 1)
-        same += tl.sum((near & (square < SAME_SQUARE)).to(tl.int32), 1)
+        both = near.to(tl.int32) + (close.to(tl.int32) << 16)
+        place = found[:, None] + tl.cumsum(both, 1) - both
+        tl.store(radial_index + base * MR + (place & 0xFFFF), j, mask=near)
+        tl.store(angular_index + base * MA + (place >> 16), j, mask=close)
+        found += tl.sum(both, 1)
+        same |= (near & (square < SAME_SQUARE)).to(tl.int32)
         start += C
-    tl.store(radial_count + k, tl.minimum(found_r, MR), mask=there)
-    tl.store(angular_count + k, tl.minimum(found_a, MA), mask=there)
-    if tl.sum(same, 0) > 0:
+    found_r, found_a = found & 0xFFFF, found >> 16
+    tl.store(radial_count + k, found_r, mask=there)
+    tl.store(angular_count + k, found_a, mask=there)
+    if tl.max(tl.max(same, 1), 0) > 0:
         tl.store(state, COINCIDENT)

@@ -43,14 +43,14 @@ class Blocks(NamedTuple):
     atoms: int = 128  # lanes that place atoms
     mates: int = 64  # atoms that each is compared with
     centres: int = 4  # atoms a program of the search
-    candidates: int = 128
+    others: int = 64
     pairs: int = 16  # pairs whose reverse is looked for at a time
     slots: int = 16  # slots that are looked at
     sums: int = 128
     warps: int = 4
 
 
-INTERPRETED = Blocks(64, 64, 64, 512, 64, 64, 64)
+INTERPRETED = Blocks(64, 64, 64, 64, 64, 64, 64)
 
 
 def _part(fields: dict[str, tuple[tuple[int, ...], torch.dtype]], buffer: Tensor) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ class Slot:
         n, s = size.atoms, size.structures
         cells.prepare_cells[(s,)](
             given["cells"], given["pbc"], given["positions"], given["offsets"], self._frames, lists.cells, lists.units,
-            self._spans, out["state"], out["most"], s, cutoff_radial, cells.COARSEST,
+            self._spans, out["state"], out["most"], cutoff_radial, cells.COARSEST,
             cells.MOST_CANDIDATES, cells.ELSEWHERE, cells.FRAME, cells.SPAN, blocks.sums, num_warps=1,
         )  # fmt: skip
         many = model.elements > 1
@@ -209,7 +209,7 @@ class Slot:
             out["state"], out["most"], lists.radial_index, lists.radial_image, lists.radial_count, lists.angular_index,
             lists.angular_image, lists.angular_count, s, size.radial, size.angular, cutoff_radial**2,
             cutoff_angular**2, many, cells.SPAN, search.COINCIDENT, search.SAME_PLACE**2,
-            blocks.centres, blocks.candidates, num_warps=blocks.warps,
+            blocks.centres, blocks.others, num_warps=blocks.warps,
         )  # fmt: skip
         search.find_reverse[(-(-n // blocks.centres),)](
             lists.angular_index, lists.angular_image, lists.angular_count, lists.angular_reverse, n, size.angular,
