@@ -20,9 +20,16 @@ _STRETCH = 64.0
 
 
 def lists_of(
-    structures: Structures, model: NepFile, present: list[int], device: torch.device, *, images: bool = True, spare: int = 0
-) -> Lists:  # fmt: skip
-    """Lists of all pairs within the model's largest cutoffs; ``spare`` rows behind the last atom.
+    structures: Structures,
+    model: NepFile,
+    present: list[int],
+    device: torch.device,
+    *,
+    images: bool = True,
+    spare: int = 0,
+    skin: float = 0.0,
+) -> Lists:
+    """Lists of all pairs within the model's largest cutoffs and a skin; ``spare`` rows behind the last atom.
 
     Without images, every difference must wrap to the nearest image: cells wider than two cutoffs.
     """
@@ -39,7 +46,7 @@ def lists_of(
     position = np.rint(fraction * 2.0**bits).astype(np.int64).astype(np.uint32).view(np.int32)
 
     columns: list[list[np.ndarray]] = [[], [], [], []]
-    for pairs in Bins.of(batch, float(model.cutoff_radial.max())).pairs(1 << 20):
+    for pairs in Bins.of(batch, float(model.cutoff_radial.max()) + skin).pairs(1 << 20):
         for column, value in zip(columns, (pairs.i + pairs.start, pairs.j, pairs.vector, pairs.distance), strict=True):
             column.append(value.numpy())
     i, j, vector, distance = (np.concatenate(c) for c in columns)
@@ -48,7 +55,7 @@ def lists_of(
     order = np.lexsort((*image.T[::-1], j, element[j], i))
     i, j, image, distance = i[order], j[order], image[order], distance[order]
 
-    near = distance < float(model.cutoff_angular.max())
+    near = distance < float(model.cutoff_angular.max()) + skin
     radial = _rows(i, j, image, N, spare)
     angular = _rows(i[near], j[near], image[near], N, spare)
     reverse = _reverse(i[near], j[near], image[near], angular[0].shape[1])

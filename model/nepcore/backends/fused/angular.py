@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .harmonics import harmonics, legendre, legendre_slope, powers
+from .harmonics import harmonics, legendre, legendre_slope, place, powers
 from .invariants import gradient, invariants
 from .pairs import basis, basis_slopes, centres, length, neighbour, quad, zeros
 
@@ -23,6 +23,20 @@ def contracted(f, c, N_A: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr):
                     value += c4[k] * f[4 * part + k]
         g = g + (value,)
     return g
+
+
+@triton.jit
+def contracted_both(f, df, c, K: tl.constexpr, ROW: tl.constexpr):
+    """g_n and g_n′ of the function whose row of coefficients begins at each pointer of a tile."""
+    g = tl.zeros_like(f[0])
+    dg = tl.zeros_like(f[0])
+    for part in tl.static_range(ROW // 4):
+        c4 = quad(c + 4 * part)
+        for k in tl.static_range(4):
+            if 4 * part + k < K:
+                g += c4[k] * f[4 * part + k]
+                dg += c4[k] * df[4 * part + k]
+    return g, dg
 
 
 @triton.jit(do_not_specialize=["N", "MA"])
@@ -43,12 +57,13 @@ def angular_sums(
     inside = i < N
     B: tl.constexpr = L * (L + 2)
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
-    n_slots = tl.load(count + i, mask=inside, other=0)[:, None]
-    first = i.to(tl.int64)[:, None] * MA
-    slot = tl.arange(0, G)[None, :]
-    total = zeros(tl.zeros([A, G], tl.float32), GROUP * B)
+    number = tl.load(count + i, mask=inside, other=0)
+    n_slots = number[None, :]
+    first = i.to(tl.int64)[None, :] * MA
+    slot = tl.arange(0, G)[:, None]
+    total = zeros(tl.zeros([G, A], tl.float32), GROUP * B)
     start = 0
-    most = tl.max(tl.max(n_slots, axis=1), axis=0)
+    most = tl.max(number, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
@@ -69,7 +84,7 @@ def angular_sums(
     for n in tl.static_range(GROUP):
         own = ()
         for b in tl.static_range(B):
-            own = own + (tl.sum(total[n * B + b], axis=1),)
+            own = own + (tl.sum(total[n * B + b], axis=0),)
         there = inside & (n_first + n < N_A)
         for b in tl.static_range(B):
             tl.store(sums + (wide * B + b) * N_ROW + n_first + n, own[b], mask=there)
@@ -125,15 +140,16 @@ def angular_forces(
     inside = i < N
     B: tl.constexpr = L * (L + 2)
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
-    n_slots = tl.load(count + i, mask=inside, other=0)[:, None]
-    wide = i.to(tl.int64)[:, None]
+    number = tl.load(count + i, mask=inside, other=0)
+    n_slots = number[None, :]
+    wide = i.to(tl.int64)[None, :]
     first = wide * MA
-    slot = tl.arange(0, G)[None, :]
-    zero = tl.zeros([A, G], tl.float32)
-    own = slopes + tl.minimum(wide, N - 1) * (B * N_ROW) + tl.zeros([A, G], tl.int64)
+    slot = tl.arange(0, G)[:, None]
+    zero = tl.zeros([G, A], tl.float32)
+    own = slopes + tl.minimum(wide, N - 1) * (B * N_ROW) + tl.zeros([G, A], tl.int64)
     force = zeros(zero, 3)
     start = 0
-    most = tl.max(tl.max(n_slots, axis=1), axis=0)
+    most = tl.max(number, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
@@ -142,9 +158,23 @@ def angular_forces(
         r, inverse = length(rx, ry, rz, live)
         pair = ti * P + tj
         scale = tl.load(inverse_rc + pair)
+        f = basis(r, scale, K)
+        df = basis_slopes(r, scale, K)
+        big_p = zeros(zero, B)
+        big_q = zeros(zero, B)
         coefficients = c + pair * (C_FUNCTIONS * C_ROW)
-        g = contracted(basis(r, scale, K), coefficients, N_A, K, C_ROW)
-        dg = contracted(basis_slopes(r, scale, K), coefficients, N_A, K, C_ROW)
+        n = 0
+        while n < N_A:
+            g, dg = contracted_both(f, df, coefficients + n * C_ROW, K, C_ROW)
+            after_p = ()
+            after_q = ()
+            for b in tl.static_range(B):
+                d = tl.load(own + (b * N_ROW + n))
+                after_p = after_p + (big_p[b] + d * g,)
+                after_q = after_q + (big_q[b] + d * dg,)
+            big_p = after_p
+            big_q = after_q
+            n += 1
         x = rx * inverse
         y = ry * inverse
         z = rz * inverse
@@ -163,20 +193,17 @@ def angular_forces(
             t_re = zero
             t_im = zero
             for l in tl.static_range(m if m else 1, L + 1):
-                b: tl.constexpr = l * l - 1 + (2 * m - 1 if m else 0)
                 v = legendre(z, z2, l, m)
-                big_p, big_q = spread(own, g, dg, b, N_A, N_ROW)
-                q_re += big_q * v
-                p_re += big_p * v
+                q_re += big_q[place(l, m)] * v
+                p_re += big_p[place(l, m)] * v
                 if m:
-                    big_p_im, big_q_im = spread(own, g, dg, b + 1, N_A, N_ROW)
-                    q_im += big_q_im * v
-                    p_im += big_p_im * v
+                    q_im += big_q[place(l, m) + 1] * v
+                    p_im += big_p[place(l, m) + 1] * v
                 if m < l:
                     dv = legendre_slope(z, z2, l, m)
-                    t_re += big_p * dv
+                    t_re += big_p[place(l, m)] * dv
                     if m:
-                        t_im += big_p_im * dv
+                        t_im += big_p[place(l, m) + 1] * dv
             if m == 0:
                 along += q_re
                 pz += t_re
@@ -189,28 +216,14 @@ def angular_forces(
         gx = tl.where(live, along * x + inverse * px, 0.0)
         gy = tl.where(live, along * y + inverse * py, 0.0)
         gz = tl.where(live, along * z + inverse * pz, 0.0)
-        four = tl.reshape(tl.join(tl.join(gx, gz), tl.join(gy, zero)), (A, G, 4))
+        four = tl.reshape(tl.join(tl.join(gx, gz), tl.join(gy, zero)), (G, A, 4))
         tl.store(push + (4 * at)[:, :, None] + tl.arange(0, 4)[None, None, :], four, mask=live[:, :, None])
         force = (force[0] + gx, force[1] + gy, force[2] + gz)
         start += G
     wide = i.to(tl.int64)
     for d in tl.static_range(3):
-        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=1)
+        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=0)
         tl.store(forces + 3 * wide + d, value, mask=inside)
-
-
-@triton.jit
-def spread(own, g, dg, b: tl.constexpr, N_A: tl.constexpr, N_ROW: tl.constexpr):
-    """P_b = Σ_n D_nb g_n and Q_b = Σ_n D_nb g_n′, with D_nb = own[b, n]."""
-    p = tl.zeros_like(g[0])
-    q = tl.zeros_like(g[0])
-    for part in tl.static_range(N_ROW // 4):
-        d4 = quad(own + (b * N_ROW + 4 * part))
-        for n in tl.static_range(4):
-            if 4 * part + n < N_A:
-                p += d4[n] * g[4 * part + n]
-                q += d4[n] * dg[4 * part + n]
-    return p, q
 
 
 @triton.jit(do_not_specialize=["N", "MA"])
@@ -223,28 +236,29 @@ def angular_gather(
     """What the neighbours' energies do: F_i −= Σ_j G_ji, W_i += Σ_j r_ij ⊗ G_ji, each found by its reverse pair."""
     i = tl.program_id(0) * A + tl.arange(0, A)
     inside = i < N
-    n_slots = tl.load(count + i, mask=inside, other=0)[:, None]
-    first = i.to(tl.int64)[:, None] * MA
-    slot = tl.arange(0, G)[None, :]
-    zero = tl.zeros([A, G], tl.float32)
+    number = tl.load(count + i, mask=inside, other=0)
+    n_slots = number[None, :]
+    first = i.to(tl.int64)[None, :] * MA
+    slot = tl.arange(0, G)[:, None]
+    zero = tl.zeros([G, A], tl.float32)
     force = zeros(zero, 3)
     if VIRIALS:
-        centre, _, s, cell = centres(rows, structure, cells, i, inside)
+        centre, ti, s, cell = centres(rows, structure, cells, i, inside)
     virial = zeros(zero, 9 if VIRIALS else 0)
     start = 0
-    most = tl.max(tl.max(n_slots, axis=1), axis=0)
+    most = tl.max(number, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
         back = tl.load(reverse + at, mask=live, other=0).to(tl.int64)
-        gx, gy, gz, _ = quad(push + 4 * back)
+        gx, gy, gz, rest = quad(push + 4 * back)
         gx = tl.where(live, gx, 0.0)
         gy = tl.where(live, gy, 0.0)
         gz = tl.where(live, gz, 0.0)
         force = (force[0] - gx, force[1] - gy, force[2] - gz)
         if VIRIALS:
             j = tl.load(index + at, mask=live, other=0)
-            rx, ry, rz, _ = neighbour(rows, units, image, at, j, live, centre, s, cell, IMAGES)
+            rx, ry, rz, tj = neighbour(rows, units, image, at, j, live, centre, s, cell, IMAGES)
             virial = (
                 virial[0] + rx * gx, virial[1] + rx * gy, virial[2] + rx * gz,
                 virial[3] + ry * gx, virial[4] + ry * gy, virial[5] + ry * gz,
@@ -253,9 +267,9 @@ def angular_gather(
         start += G
     wide = i.to(tl.int64)
     for d in tl.static_range(3):
-        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=1)
+        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=0)
         tl.store(forces + 3 * wide + d, value, mask=inside)
     if VIRIALS:
         for d in tl.static_range(9):
-            value = tl.load(virials + 9 * wide + d, mask=inside, other=0.0) + tl.sum(virial[d], axis=1)
+            value = tl.load(virials + 9 * wide + d, mask=inside, other=0.0) + tl.sum(virial[d], axis=0)
             tl.store(virials + 9 * wide + d, value, mask=inside)

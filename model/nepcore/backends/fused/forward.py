@@ -10,7 +10,7 @@ import triton
 
 from .angular import angular_forces, angular_gather, angular_slopes, angular_sums
 from .model import ZBL_WIDTH, padded
-from .network import element_order, network
+from .network import element_order, network, radial_weights
 from .radial import radial_forces, radial_sums
 from .repulsion import repulsion
 
@@ -29,7 +29,8 @@ class Tiles:
         radial_sums, radial_forces, angular_forces, gather, repulsion: (atoms, neighbours at a time, warps).
         angular_sums: The same, and the angular functions of a program.
         slopes: (lanes, warps).
-        network: (atoms, warps).
+        network: (atoms of a lane, lanes of an atom, of both together, warps).
+        weights: (lanes, warps).
     """
 
     radial_sums: tuple[int, int, int]
@@ -39,7 +40,8 @@ class Tiles:
     gather: tuple[int, int, int]
     repulsion: tuple[int, int, int]
     slopes: tuple[int, int]
-    network: tuple[int, int]
+    network: tuple[int, int, int, int]
+    weights: tuple[int, int]
 
 
 def tiles(shape: Shape) -> Tiles:
@@ -53,14 +55,17 @@ def tiles(shape: Shape) -> Tiles:
         gather=(16, 8, 4),
         repulsion=(16, 8, 4),
         slopes=(128, 4),
-        network=(32, 1),
+        network=(2, 4, 8, 1),
+        weights=(128, 4),
     )
 
 
 def interpreted(shape: Shape) -> Tiles:
     """Those for Triton's interpreter: each operation costs the same, however large."""
     del shape
-    return Tiles((64, 64, 4), (64, 64, 4), (64, 32, 4, 4), (64, 32, 4), (64, 64, 4), (64, 64, 4), (1024, 4), (128, 4))
+    return Tiles(
+        (64, 64, 4), (64, 64, 4), (64, 32, 4, 4), (64, 32, 4), (64, 64, 4), (64, 64, 4), (1024, 4), (8, 4, 16, 1), (1024, 4)
+    )
 
 
 def scratch(
@@ -131,13 +136,17 @@ def forward(
         padded(shape.k_angular), shape.l_max, shape.switches, shape.n_radial, images, A, G, group,
         num_warps=warps, **options,
     )  # fmt: skip
-    A, warps = sizes.network
-    network[(_cdiv(N, A) + (P if many else 0),)](
+    R, S, A, warps = sizes.network
+    network[(_cdiv(N, R * A) + (P if many else 0),)](
         lists.rows, lists.structure, lists.temperatures, order, tally, model.w0, model.b0, model.w1, model.b1,
-        model.w2, model.bias, model.scaler, model.c_radial, scratch["hidden"], q, scratch["weights"], outputs.energy,
+        model.w2, model.bias, model.scaler, scratch["hidden"], q, outputs.energy,
         q if outputs.descriptors is None else outputs.descriptors, N, P, model.networks,
-        shape.dim, shape.hidden[0], shape.hidden[1] if len(shape.hidden) > 1 else 0, shape.temperature,
-        outputs.descriptors is not None, shape.n_radial, shape.k_radial, shape.row_radial, many, A,
+        shape.dim, shape.row_inputs, shape.hidden[0], shape.hidden[1] if len(shape.hidden) > 1 else 0,
+        shape.temperature, outputs.descriptors is not None, many, R, S, A, num_warps=warps, **options,
+    )  # fmt: skip
+    lanes, warps = sizes.weights
+    radial_weights[(_cdiv(N * P, lanes),)](
+        lists.rows, q, model.c_radial, scratch["weights"], N, P, shape.n_radial, shape.row_radial, lanes,
         num_warps=warps, **options,
     )  # fmt: skip
     lanes, warps = sizes.slopes

@@ -7,13 +7,23 @@ import triton.language as tl
 
 from nepcore.physics.harmonics import POLYNOMIALS
 
+from .tables import Fixed
+
+_P = Fixed(POLYNOMIALS)
+
 
 @triton.constexpr_function
 def coefficient(l, m, power, derivative):  # type: ignore[no-untyped-def]
     """Coefficient of z^power in P_lm, or in its derivative."""
     if not derivative:
-        return float(POLYNOMIALS[l][m][power])
-    return float((power + 1) * POLYNOMIALS[l][m][power + 1])
+        return 1.0 * _P.value[l][m][power]
+    return 1.0 * (power + 1) * _P.value[l][m][power + 1]
+
+
+@triton.constexpr_function
+def place(l, m):  # type: ignore[no-untyped-def]
+    """Index b of a polynomial: of the real one, where there are two."""
+    return l * l - 1 + (2 * m - 1 if m else 0)
 
 
 @triton.jit

@@ -6,22 +6,28 @@ import triton
 import triton.language as tl
 
 from nepcore.files.nep_layout import SWITCHES
-from nepcore.physics.harmonics import weights
+from nepcore.physics.harmonics import MAX_L, weights
 from nepcore.physics.invariants import gradient_terms, monomials
 
+from .tables import Fixed
+
 N_SWITCHES = tl.constexpr(len(SWITCHES))
+_DEGREES = range(1, MAX_L + 1)
+_WEIGHTS = Fixed({L: weights(L) for L in _DEGREES})
+_TERMS = Fixed({(bit, L): monomials(name, L) for bit, name in enumerate(SWITCHES) for L in _DEGREES})
+_SLOPES = Fixed({(bit, L): dict(gradient_terms(name, L)) for bit, name in enumerate(SWITCHES) for L in _DEGREES})
 
 
 @triton.constexpr_function
 def weight(L, b):  # type: ignore[no-untyped-def]
     """C_b."""
-    return weights(L)[b]
+    return _WEIGHTS.value[L][b]
 
 
 @triton.constexpr_function
 def is_on(switches, bit):  # type: ignore[no-untyped-def]
     """Whether a higher invariant is on."""
-    return bool(switches >> bit & 1)
+    return (switches >> bit) & 1 == 1
 
 
 @triton.constexpr_function
@@ -33,49 +39,43 @@ def block_of(switches, bit, L):  # type: ignore[no-untyped-def]
 @triton.constexpr_function
 def terms(bit, L):  # type: ignore[no-untyped-def]
     """Number of monomials of a higher invariant."""
-    return len(monomials(SWITCHES[bit], L))
+    return len(_TERMS.value[bit, L])
 
 
 @triton.constexpr_function
 def factor(bit, L, term):  # type: ignore[no-untyped-def]
     """Factor of a monomial."""
-    return monomials(SWITCHES[bit], L)[term][0]
+    return _TERMS.value[bit, L][term][0]
 
 
 @triton.constexpr_function
 def order(bit, L, term):  # type: ignore[no-untyped-def]
     """Number of sums in a monomial."""
-    return len(monomials(SWITCHES[bit], L)[term][1])
+    return len(_TERMS.value[bit, L][term][1])
 
 
 @triton.constexpr_function
 def index(bit, L, term, place):  # type: ignore[no-untyped-def]
     """A sum in a monomial."""
-    return monomials(SWITCHES[bit], L)[term][1][place]
-
-
-@triton.constexpr_function
-def gradient_of(bit, L, b):  # type: ignore[no-untyped-def]
-    """Monomials of the derivative by s_b: (factor, indices)."""
-    return dict(gradient_terms(SWITCHES[bit], L)).get(b, ())
+    return _TERMS.value[bit, L][term][1][place]
 
 
 @triton.constexpr_function
 def slopes(bit, L, b):  # type: ignore[no-untyped-def]
     """Number of monomials of the derivative by s_b."""
-    return len(gradient_of.fn(bit, L, b))
+    return len(_SLOPES.value[bit, L].get(b, ()))
 
 
 @triton.constexpr_function
 def slope_factor(bit, L, b, term):  # type: ignore[no-untyped-def]
     """Factor of one of them."""
-    return gradient_of.fn(bit, L, b)[term][0]
+    return _SLOPES.value[bit, L][b][term][0]
 
 
 @triton.constexpr_function
 def slope_index(bit, L, b, term, place):  # type: ignore[no-untyped-def]
     """A sum in one of them."""
-    return gradient_of.fn(bit, L, b)[term][1][place]
+    return _SLOPES.value[bit, L][b][term][1][place]
 
 
 @triton.jit

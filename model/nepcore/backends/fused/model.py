@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 MOST_ELEMENTS = 255
 """An element is the low byte of a position's row."""
 
-MOST_INPUTS = 160
-"""Network inputs that a lane holds, each with its slope."""
+MOST_INPUTS = 256
+"""Network inputs that the lanes of an atom can hold, each with its slope."""
 
-MOST_NEURONS = 256
-"""Neurons of the first of two hidden layers that a lane holds."""
+INPUTS_PADDED = 8
+"""Rows over the network inputs are padded to a multiple: the most lanes that share the inputs of an atom."""
 
 ZBL_WIDTH = 13
 """Numbers a pair of elements in :attr:`Model.zbl`."""
@@ -92,6 +92,11 @@ class Shape:
         return self.n_radial + self.n_angular * self.n_blocks + self.temperature
 
     @property
+    def row_inputs(self) -> int:
+        """Numbers in a row over the network inputs."""
+        return padded(self.dim, INPUTS_PADDED)
+
+    @property
     def row_radial(self) -> int:
         """Numbers in a row over the radial basis: a multiple of four."""
         return padded(self.k_radial)
@@ -122,7 +127,7 @@ class Model:
         c_angular: (P, P, functions, k_angular padded to four).
         inverse_radial, inverse_angular: Inverse pair cutoffs, 1/Å, (P, P).
         networks: M: one, or one for each present element.
-        w0: (M, H, D), times the scaler. b0: (M, H).
+        w0: (M, H, D), times the scaler, rows padded with zeros to INPUTS_PADDED. b0: (M, H).
         w1: (M, H), or (M, H2, H) with two layers; b1, w2: (M, H2), one zero without a second layer.
         bias: Output bias of each element, (P,) float64.
         scaler: (D,).
@@ -170,8 +175,6 @@ def unfit(file: NepFile) -> str:
         return f"positions carry up to {MOST_ELEMENTS} elements, the model has {len(file.elements)}"
     if file.dim > MOST_INPUTS:
         return f"networks of up to {MOST_INPUTS} inputs, the model has {file.dim}"
-    if len(file.hidden) > 1 and file.hidden[0] > MOST_NEURONS:
-        return f"two hidden layers with up to {MOST_NEURONS} neurons in the first, the model has {file.hidden[0]}"
     return ""
 
 
@@ -203,7 +206,7 @@ def prepare(file: NepFile, elements: Sequence[int], device: torch.device) -> Mod
         inverse_radial=tensor(_inverse(file.cutoff_radial, present)),
         inverse_angular=tensor(_inverse(file.cutoff_angular, present)),
         networks=networks,
-        w0=tensor(own(file.w0) * file.q_scaler),
+        w0=tensor(np.pad(own(file.w0) * file.q_scaler, ((0, 0), (0, 0), (0, shape.row_inputs - shape.dim)))),
         b0=tensor(own(file.b0)),
         w1=tensor(own(file.w1)),
         b1=tensor(own(file.b1)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .pairs import quad
+
 
 @triton.jit(do_not_specialize=["N"])
 def element_order(rows, structure, tally, order, N, P, A: tl.constexpr):
@@ -33,18 +35,20 @@ def tanh(x):
 
 @triton.jit(do_not_specialize=["N"])
 def network(
-    rows, structure, temperatures, order, tally, w0, b0, w1, b1, w2, bias, scaler, c, hidden,
-    q, w, energy, descriptors,
+    rows, structure, temperatures, order, tally, w0, b0, w1, b1, w2, bias, scaler, hidden,
+    q, energy, descriptors,
     N, P, M,
-    D: tl.constexpr, H: tl.constexpr, H2: tl.constexpr, TEMPERATURE: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    N_R: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, ORDERED: tl.constexpr, A: tl.constexpr,
+    D: tl.constexpr, ROW: tl.constexpr, H: tl.constexpr, H2: tl.constexpr,
+    TEMPERATURE: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Site energies U_i (N,) in float64, and their slopes, of A atoms of one element a program.
+    """Site energies U_i (N,) in float64, and ∂U_i/∂q in the place of q (D, N), of R · A atoms of one element a program.
 
-    ∂U_i/∂q replaces the angular rows of q (D, N). Those by the radial part come as coefficients of the basis functions:
-    w[i, t, k] = Σ_n ∂U_i/∂q_n c[ti, t, n, k], (N, P, ROW). With two layers ``hidden`` (H + H2, N) is a scratch.
+    The inputs of an atom are dealt to S lanes, each of which works for R atoms: tiles are [R, S, A], input d = p S + s
+    is tile p of lane s. Rows of w0 (M, H, ROW) are padded with zeros to a multiple of S. With two layers ``hidden``
+    (H + H2, N) is a scratch.
     """
-    lane = tl.arange(0, A)
+    lane = tl.arange(0, R)[:, None] * A + tl.arange(0, A)[None, :]  # (R, A)
     if ORDERED:
         tile = tl.program_id(0)
         first = 0
@@ -54,10 +58,10 @@ def network(
         e = 0
         while e < P:
             atoms = tl.load(tally + e)
-            tiles = (atoms + A - 1) // A
+            tiles = (atoms + R * A - 1) // (R * A)
             if (tile >= first) & (tile < first + tiles):
                 t = e
-                start = (tile - first) * A
+                start = (tile - first) * (R * A)
                 number = atoms
             first += tiles
             e += 1
@@ -67,97 +71,139 @@ def network(
         i = tl.load(order + t * N.to(tl.int64) + start + lane, mask=there, other=0)
     else:
         t = 0
-        i = tl.program_id(0) * A + lane
+        i = tl.program_id(0) * (R * A) + lane
         there = i < N
     net = t if M > 1 else 0
-    wide = i.to(tl.int64)
+    wide = N.to(tl.int64)
+    s = tl.arange(0, S)[None, :, None]
+    copy = s + tl.zeros([1, S, A], tl.int32)  # one address for each lane
     x = ()
-    for d in tl.static_range(D - TEMPERATURE):
-        x = x + (tl.load(q + d * N.to(tl.int64) + i, mask=there, other=0.0),)
-    if TEMPERATURE:
-        s = tl.maximum(tl.load(structure + i, mask=there, other=0), 0)
-        x = x + (tl.load(temperatures + s),)
+    for p in tl.static_range(ROW // S):
+        d = p * S + s
+        here = there[:, None, :] & (d < D - TEMPERATURE)
+        inputs = tl.load(q + d * wide + i[:, None, :], mask=here, other=0.0)
+        if TEMPERATURE:
+            if p == (D - 1) // S:
+                own = tl.maximum(tl.load(structure + i, mask=there, other=0), 0)
+                inputs = tl.where(d == D - 1, tl.load(temperatures + own)[:, None, :], inputs)
+        x = x + (inputs,)
     if DESCRIPTORS:
-        for d in tl.static_range(D):
-            tl.store(descriptors + wide * D + d, x[d] * tl.load(scaler + d), mask=there)
-    u = tl.zeros([A], tl.float32)
+        for p in tl.static_range(ROW // S):
+            d = p * S + s
+            here = there[:, None, :] & (d < D)
+            scaled = x[p] * tl.load(scaler + d, mask=d < D, other=0.0)
+            tl.store(descriptors + i[:, None, :].to(tl.int64) * D + d, scaled, mask=here)
     slope = ()
-    for _ in tl.static_range(D):
-        slope = slope + (tl.zeros([A], tl.float32),)
-    first_layer = w0 + net * (H * D)
+    for _ in tl.static_range(ROW // S):
+        slope = slope + (tl.zeros([R, S, A], tl.float32),)
+    u = tl.zeros([R, A], tl.float32)
+    layer = w0 + net * (H * ROW) + copy
+    h = 0
     if H2 == 0:
-        for h in range(H):
-            value = neuron(x, first_layer + h * D, tl.load(b0 + net * H + h), D)
+        while h < H:
+            w = weights_of(layer + h * ROW, ROW, S)
+            value = tanh(product(x, w) - tl.load(b0 + net * H + h))
             weight = tl.load(w1 + net * H + h)
             u += weight * value
-            slope = added(slope, first_layer + h * D, (1.0 - value * value) * weight, D)
+            slope = added(slope, w, (1.0 - value * value) * weight)
+            h += 1
     else:
-        second_layer = w1 + net * (H2 * H)
+        second = w1 + net * (H2 * H)
         column = hidden + i
-        slopes = hidden + H * N.to(tl.int64) + i
-        for h in range(H):
-            tl.store(
-                column + h * N.to(tl.int64), neuron(x, first_layer + h * D, tl.load(b0 + net * H + h), D), mask=there
-            )
+        slopes = hidden + H * wide + i
+        while h < H:
+            value = tanh(product(x, weights_of(layer + h * ROW, ROW, S)) - tl.load(b0 + net * H + h))
+            tl.store(column + h * wide, value, mask=there)
+            h += 1
         tl.debug_barrier()
-        for h2 in range(H2):
-            total = tl.zeros([A], tl.float32) - tl.load(b1 + net * H2 + h2)
-            for h in range(H):
-                total += tl.load(second_layer + h2 * H + h) * tl.load(
-                    column + h * N.to(tl.int64), mask=there, other=0.0
-                )
+        h2 = 0
+        while h2 < H2:
+            total = tl.zeros([R, A], tl.float32) - tl.load(b1 + net * H2 + h2)
+            h = 0
+            while h < H:
+                total += tl.load(second + h2 * H + h) * tl.load(column + h * wide, mask=there, other=0.0)
+                h += 1
             value = tanh(total)
             weight = tl.load(w2 + net * H2 + h2)
             u += weight * value
-            tl.store(slopes + h2 * N.to(tl.int64), (1.0 - value * value) * weight, mask=there)
+            tl.store(slopes + h2 * wide, (1.0 - value * value) * weight, mask=there)
+            h2 += 1
         tl.debug_barrier()
-        for h in range(H):
-            total = tl.zeros([A], tl.float32)
-            for h2 in range(H2):
-                total += tl.load(second_layer + h2 * H + h) * tl.load(
-                    slopes + h2 * N.to(tl.int64), mask=there, other=0.0
-                )
-            value = tl.load(column + h * N.to(tl.int64), mask=there, other=0.0)
-            slope = added(slope, first_layer + h * D, (1.0 - value * value) * total, D)
+        h = 0
+        while h < H:
+            total = tl.zeros([R, A], tl.float32)
+            h2 = 0
+            while h2 < H2:
+                total += tl.load(second + h2 * H + h) * tl.load(slopes + h2 * wide, mask=there, other=0.0)
+                h2 += 1
+            value = tl.load(column + h * wide, mask=there, other=0.0)
+            slope = added(slope, weights_of(layer + h * ROW, ROW, S), (1.0 - value * value) * total)
+            h += 1
     tl.store(energy + i, u.to(tl.float64) - tl.load(bias + t), mask=there)
-    for d in tl.static_range(N_R, D - TEMPERATURE):
-        tl.store(q + d * N.to(tl.int64) + i, slope[d], mask=there)
-    e = 0
-    while e < P:
-        own = c + (t * P + e) * (N_R * ROW)
-        target = w + (wide * P + e) * ROW
-        for part in tl.static_range(ROW // 4):
-            k0 = radial_weight(slope, own + 4 * part, N_R, ROW)
-            k1 = radial_weight(slope, own + 4 * part + 1, N_R, ROW)
-            k2 = radial_weight(slope, own + 4 * part + 2, N_R, ROW)
-            k3 = radial_weight(slope, own + 4 * part + 3, N_R, ROW)
-            four = tl.reshape(tl.join(tl.join(k0, k2), tl.join(k1, k3)), (A, 4))
-            tl.store(target[:, None] + (4 * part + tl.arange(0, 4))[None, :], four, mask=there[:, None])
-        e += 1
+    for p in tl.static_range(ROW // S):
+        d = p * S + s
+        tl.store(q + d * wide + i[:, None, :], slope[p], mask=there[:, None, :] & (d < D))
 
 
 @triton.jit
-def neuron(x, w, b, D: tl.constexpr):
-    """tanh(w·x − b)."""
-    total = tl.zeros_like(x[0]) - b
-    for d in tl.static_range(D):
-        total += tl.load(w + d) * x[d]
-    return tanh(total)
+def weights_of(row, ROW: tl.constexpr, S: tl.constexpr):
+    """A row of weights, each lane its own share."""
+    w = ()
+    for p in tl.static_range(ROW // S):
+        w = w + (tl.load(row + p * S),)
+    return w
 
 
 @triton.jit
-def added(slope, w, factor, D: tl.constexpr):
+def product(x, w):
+    """w·x: (R, A)."""
+    total = x[0] * w[0]
+    for p in tl.static_range(1, len(x)):
+        total += x[p] * w[p]
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def added(slope, w, factor):
     """slope + factor w."""
     out = ()
-    for d in tl.static_range(D):
-        out = out + (slope[d] + factor * tl.load(w + d),)
+    for p in tl.static_range(len(slope)):
+        out = out + (slope[p] + factor[:, None, :] * w[p],)
     return out
 
 
-@triton.jit
-def radial_weight(slope, c, N_R: tl.constexpr, ROW: tl.constexpr):
-    """Σ_n slope_n c[n]."""
-    value = slope[0] * tl.load(c)
-    for n in tl.static_range(1, N_R):
-        value += slope[n] * tl.load(c + n * ROW)
-    return value
+@triton.jit(do_not_specialize=["N"])
+def radial_weights(
+    rows, f, c, w,
+    N, P,
+    N_R: tl.constexpr, ROW: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """w[i, t, k] = Σ_n ∂U_i/∂q_n c[ti, t, n, k], (N, P, ROW): radial slopes as coefficients of the basis functions.
+
+    f (D, N) has the slopes by the descriptor, those of the radial part first. A lane has one i and t.
+    """
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, :]
+    i = lane // P
+    t = lane % P
+    there = i < N
+    i = tl.minimum(i, N - 1)
+    own = c + (tl.load(rows + 4 * i + 3) * P + t) * (N_R * ROW)
+    f = f + i
+    slope = ()
+    for n in tl.static_range(N_R):
+        slope = slope + (tl.load(f + n * N.to(tl.int64)),)
+    for part in tl.static_range(ROW // 4):
+        c4 = quad(own + 4 * part)
+        k0 = slope[0] * c4[0]
+        k1 = slope[0] * c4[1]
+        k2 = slope[0] * c4[2]
+        k3 = slope[0] * c4[3]
+        for n in tl.static_range(1, N_R):
+            c4 = quad(own + (n * ROW + 4 * part))
+            k0 += slope[n] * c4[0]
+            k1 += slope[n] * c4[1]
+            k2 += slope[n] * c4[2]
+            k3 += slope[n] * c4[3]
+        four = tl.reshape(tl.join(tl.join(k0, k2), tl.join(k1, k3)), (1, LANES, 4))
+        target = (w + lane * ROW + 4 * part)[:, :, None] + tl.arange(0, 4)[None, None, :]
+        tl.store(target, four, mask=there[:, :, None])

@@ -14,11 +14,11 @@ FAR = tl.constexpr(1e9)
 
 @triton.jit
 def quad(pointer):
-    """Four consecutive numbers from each pointer of a tile [A, G], as four tiles; addresses are multiples of 16."""
-    A: tl.constexpr = pointer.shape[0]
-    G: tl.constexpr = pointer.shape[1]
-    v = tl.load(pointer[:, :, None] + tl.arange(0, 4)[None, None, :])  # (A, G, 4)
-    even, odd = tl.split(tl.reshape(v, (A, G, 2, 2)))
+    """Four consecutive numbers from each pointer of a tile [G, A], as four tiles; addresses are multiples of 16."""
+    G: tl.constexpr = pointer.shape[0]
+    A: tl.constexpr = pointer.shape[1]
+    v = tl.load(pointer[:, :, None] + tl.arange(0, 4)[None, None, :])  # (G, A, 4)
+    even, odd = tl.split(tl.reshape(v, (G, A, 2, 2)))
     v0, v2 = tl.split(even)
     v1, v3 = tl.split(odd)
     return v0, v1, v2, v3
@@ -26,12 +26,12 @@ def quad(pointer):
 
 @triton.jit
 def centres(rows, structure, cells, i, inside):
-    """Position in steps, element, structure and cell (Å a step) of the centres ``i`` (A,), as columns (A, 1)."""
-    x = tl.load(rows + 4 * i, mask=inside, other=0)[:, None]
-    y = tl.load(rows + 4 * i + 1, mask=inside, other=0)[:, None]
-    z = tl.load(rows + 4 * i + 2, mask=inside, other=0)[:, None]
-    ti = tl.load(rows + 4 * i + 3, mask=inside, other=0)[:, None]
-    s = tl.maximum(tl.load(structure + i, mask=inside, other=0), 0)[:, None]
+    """Position in steps, element, structure and cell (Å a step) of the centres ``i`` (A,), as rows (1, A)."""
+    x = tl.load(rows + 4 * i, mask=inside, other=0)[None, :]
+    y = tl.load(rows + 4 * i + 1, mask=inside, other=0)[None, :]
+    z = tl.load(rows + 4 * i + 2, mask=inside, other=0)[None, :]
+    ti = tl.load(rows + 4 * i + 3, mask=inside, other=0)[None, :]
+    s = tl.maximum(tl.load(structure + i, mask=inside, other=0), 0)[None, :]
     cell = ()
     for d in tl.static_range(9):
         cell = cell + (tl.load(cells + 9 * s + d),)
@@ -40,7 +40,7 @@ def centres(rows, structure, cells, i, inside):
 
 @triton.jit
 def neighbour(rows, units, image, at, j, live, centre, s, cell, IMAGES: tl.constexpr):
-    """Vector r_j − r_i of pairs [A, G] in Å, and the element of j.
+    """Vector r_j − r_i of pairs [G, A] in Å, and the element of j.
 
     Differences of positions are whole numbers of steps and wrap, which makes them those to the nearest image. With
     images, the pair's own shift in cell vectors, three signed numbers of 10 bits, is found at ``image + at``.

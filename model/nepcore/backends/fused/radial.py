@@ -23,19 +23,20 @@ def radial_sums(
     i = tl.program_id(0) * A + tl.arange(0, A)
     inside = i < N
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
-    n_slots = tl.load(count + i, mask=inside, other=0)[:, None]
-    first = i.to(tl.int64)[:, None] * MR
-    slot = tl.arange(0, G)[None, :]
-    zero = tl.zeros([A, G], tl.float32)
+    number = tl.load(count + i, mask=inside, other=0)
+    n_slots = number[None, :]
+    first = i.to(tl.int64)[None, :] * MR
+    slot = tl.arange(0, G)[:, None]
+    zero = tl.zeros([G, A], tl.float32)
     total = zeros(zero, APART * K if APART else N_R)
     start = 0
-    most = tl.max(tl.max(n_slots, axis=1), axis=0)
+    most = tl.max(number, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
         j = tl.load(index + at, mask=live, other=0)
         rx, ry, rz, tj = neighbour(rows, units, image, at, j, live, centre, s, cell, IMAGES)
-        r, _ = length(rx, ry, rz, live)
+        r, inverse = length(rx, ry, rz, live)
         pair = ti * P + tj
         f = basis(r, tl.load(inverse_rc + pair), K)
         after = ()
@@ -58,7 +59,7 @@ def radial_sums(
     if APART:
         sums = ()
         for k in tl.static_range(APART * K):
-            sums = sums + (tl.sum(total[k], axis=1),)
+            sums = sums + (tl.sum(total[k], axis=0),)
         own = c + tl.reshape(ti, (A,)) * (P * N_R * ROW)
         for n in tl.static_range(N_R):
             value = tl.zeros([A], tl.float32)
@@ -68,7 +69,7 @@ def radial_sums(
             tl.store(q + n * N.to(tl.int64) + i, value, mask=inside)
     else:
         for n in tl.static_range(N_R):
-            tl.store(q + n * N.to(tl.int64) + i, tl.sum(total[n], axis=1), mask=inside)
+            tl.store(q + n * N.to(tl.int64) + i, tl.sum(total[n], axis=0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "MR"])
@@ -85,16 +86,17 @@ def radial_forces(
     i = tl.program_id(0) * A + tl.arange(0, A)
     inside = i < N
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
-    n_slots = tl.load(count + i, mask=inside, other=0)[:, None]
-    wide = i.to(tl.int64)[:, None]
+    number = tl.load(count + i, mask=inside, other=0)
+    n_slots = number[None, :]
+    wide = i.to(tl.int64)[None, :]
     first = wide * MR
     own = w + tl.minimum(wide, N - 1) * (P * ROW)
-    slot = tl.arange(0, G)[None, :]
-    zero = tl.zeros([A, G], tl.float32)
+    slot = tl.arange(0, G)[:, None]
+    zero = tl.zeros([G, A], tl.float32)
     force = zeros(zero, 3)
     virial = zeros(zero, 6 if VIRIALS else 0)
     start = 0
-    most = tl.max(tl.max(n_slots, axis=1), axis=0)
+    most = tl.max(number, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
@@ -129,7 +131,7 @@ def radial_forces(
         start += G
     wide = i.to(tl.int64)
     for d in tl.static_range(3):
-        tl.store(forces + 3 * wide + d, tl.sum(force[d], axis=1), mask=inside)
+        tl.store(forces + 3 * wide + d, tl.sum(force[d], axis=0), mask=inside)
     if VIRIALS:
         put_symmetric(virials, wide, inside, virial, False)
 
@@ -137,12 +139,12 @@ def radial_forces(
 @triton.jit
 def put_symmetric(virials, i, inside, virial, ADD: tl.constexpr):
     """Write the sums over G of xx xy xz yy yz zz as nine components, on top of what is there with ADD."""
-    xx = tl.sum(virial[0], axis=1)
-    xy = tl.sum(virial[1], axis=1)
-    xz = tl.sum(virial[2], axis=1)
-    yy = tl.sum(virial[3], axis=1)
-    yz = tl.sum(virial[4], axis=1)
-    zz = tl.sum(virial[5], axis=1)
+    xx = tl.sum(virial[0], axis=0)
+    xy = tl.sum(virial[1], axis=0)
+    xz = tl.sum(virial[2], axis=0)
+    yy = tl.sum(virial[3], axis=0)
+    yz = tl.sum(virial[4], axis=0)
+    zz = tl.sum(virial[5], axis=0)
     nine = (xx, xy, xz, xy, yy, yz, xz, yz, zz)
     for d in tl.static_range(9):
         value = nine[d]

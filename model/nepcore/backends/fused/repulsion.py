@@ -23,15 +23,16 @@ def repulsion(
     i = tl.program_id(0) * A + tl.arange(0, A)
     inside = i < N
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
-    n_slots = tl.load(count + i, mask=inside, other=0)[:, None]
-    first = i.to(tl.int64)[:, None] * MA
-    slot = tl.arange(0, G)[None, :]
-    zero = tl.zeros([A, G], tl.float32)
+    number = tl.load(count + i, mask=inside, other=0)
+    n_slots = number[None, :]
+    first = i.to(tl.int64)[None, :] * MA
+    slot = tl.arange(0, G)[:, None]
+    zero = tl.zeros([G, A], tl.float32)
     total = zero
     force = zeros(zero, 3)
     virial = zeros(zero, 6 if VIRIALS else 0)
     start = 0
-    most = tl.max(tl.max(n_slots, axis=1), axis=0)
+    most = tl.max(number, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
@@ -43,7 +44,7 @@ def repulsion(
         near = live & (r < tl.load(own + 1)) & (r * tl.load(inverse_rc + pair) < 1.0)
         r = tl.where(near, r, 1.0)
         # The switch falls from 1 at the inner to 0 at the outer radius as a cutoff function; see `cutoff_function`.
-        half_s, half_ds, _, _ = cutoff_function(tl.maximum(r - tl.load(own), 0.0), tl.load(own + 4))
+        half_s, half_ds, x, dx = cutoff_function(tl.maximum(r - tl.load(own), 0.0), tl.load(own + 4))
         rate = tl.load(own + 3)
         phi = zero
         dphi = zero
@@ -71,11 +72,11 @@ def repulsion(
             )  # fmt: skip
         start += G
     u = tl.load(energy + i, mask=inside, other=0.0)
-    tl.store(energy + i, u + tl.sum(total, axis=1).to(tl.float64), mask=inside)
+    tl.store(energy + i, u + tl.sum(total, axis=0).to(tl.float64), mask=inside)
     wide = i.to(tl.int64)
     if FORCES:
         for d in tl.static_range(3):
-            value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=1)
+            value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=0)
             tl.store(forces + 3 * wide + d, value, mask=inside)
     if VIRIALS:
         put_symmetric(virials, wide, inside, virial, True)

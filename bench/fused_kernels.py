@@ -1,0 +1,243 @@
+"""Each kernel of the fused backend by itself: time an atom, for several shapes of its programs.
+
+    python -m bench.fused_kernels [--systems si5 pbte unep c24] [--kernels angular_sums ...] [--skin 0.5]
+
+Large rattled crystals (256 to 512 thousand atoms), lists ready, virials not wanted. A kernel is run with the arguments
+that an evaluation gives it, and every shape is measured with device events, the median of several launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from bench import systems
+from fused_lists import lists_of
+from nepcore import Structure, Structures
+from nepcore.backends.fused import forward as chain
+from nepcore.backends.fused.lists import Lists, Outputs
+from nepcore.backends.fused.model import Model, prepare
+from nepcore.calculator import Calculator
+from nepcore.files import nep_txt
+
+KERNELS = (
+    "element_order", "radial_sums", "angular_sums", "network", "radial_weights", "angular_slopes", "radial_forces",
+    "angular_forces", "angular_gather", "repulsion",
+)  # fmt: skip
+COPIES = {"si5": (8, 8, 8), "pbte": (8, 8, 4), "unep": (8, 8, 4), "c24": (6, 6, 6)}
+DEVICE = torch.device("cuda")
+
+# Shapes that are tried, by kernel: the field of `Tiles` and its values.
+SHAPES: dict[str, tuple[str, list[tuple[int, ...]]]] = {
+    "radial_sums": ("radial_sums", [(4, 8, 1), (8, 8, 2), (16, 8, 4), (2, 16, 1), (8, 4, 1), (1, 32, 1), (32, 4, 4)]),
+    "radial_forces": ("radial_forces", [(4, 8, 1), (8, 8, 2), (16, 8, 4), (2, 16, 1), (8, 4, 1), (1, 32, 1)]),
+    "angular_sums": ("angular_sums", [(32, 1, 1, 0), (64, 1, 2, 0), (16, 2, 1, 0)]),
+    "angular_forces": ("angular_forces", [(1, 32, 1), (2, 16, 1), (4, 8, 1), (4, 32, 4)]),
+    "angular_gather": ("gather", [(4, 8, 1), (8, 8, 2), (16, 8, 4), (8, 4, 1), (2, 16, 1)]),
+    "repulsion": ("repulsion", [(4, 8, 1), (16, 8, 4), (8, 4, 1)]),
+    "angular_slopes": ("slopes", [(128, 4), (64, 2), (32, 1), (256, 8)]),
+    "network": ("network", [(2, 4, 8, 1), (4, 4, 8, 1), (2, 8, 4, 1), (4, 8, 4, 1), (1, 4, 8, 1), (2, 4, 32, 4), (2, 2, 16, 1)]),
+    "radial_weights": ("weights", [(128, 4), (32, 1)]),
+}
+
+
+class Recorded:
+    """Stands in for a kernel, and notes how it is launched."""
+
+    def __init__(self, kernel: Any, calls: list[Any]) -> None:
+        self.kernel, self.calls = kernel, calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.calls.append((self.kernel, grid, args, options))
+
+
+def recorded(model: Model, lists: Lists, outputs: Outputs, scratch: dict[str, torch.Tensor], tiles: Any) -> list[Any]:
+    """The launches of one evaluation: kernel, grid, arguments, options."""
+    calls: list[Any] = []
+    kernels = {name: getattr(chain, name) for name in KERNELS if hasattr(chain, name)}
+    for name, kernel in kernels.items():
+        setattr(chain, name, Recorded(kernel, calls))
+    try:
+        chain.forward(model, lists, outputs, scratch, tiles)
+    finally:
+        for name, kernel in kernels.items():
+            setattr(chain, name, kernel)
+    return calls
+
+
+def buffers(model: Model, lists: Lists, *, virials: bool = False) -> tuple[Outputs, dict[str, torch.Tensor]]:
+    n, mr, ma = lists.rows.shape[0], lists.radial_index.shape[1], lists.angular_index.shape[1]
+    device = lists.rows.device
+    scratch = {k: torch.zeros(s, dtype=d, device=device) for k, (s, d) in chain.scratch(model, n, mr, ma).items()}
+    outputs = Outputs(
+        torch.zeros(n, dtype=torch.float64, device=device), torch.zeros((n, 3), device=device),
+        torch.zeros((n, 9), device=device) if virials else None, None,
+    )  # fmt: skip
+    return outputs, scratch
+
+
+def tiled(lists: Lists, copies: tuple[int, int, int]) -> Lists:
+    """Lists of a crystal repeated along its vectors: images become neighbours in other copies."""
+    n = lists.rows.shape[0]
+    number = torch.tensor(copies, device=DEVICE)
+    grid = torch.stack(torch.meshgrid(*[torch.arange(c, device=DEVICE) for c in copies], indexing="ij"), -1).reshape(-1, 3)
+    step = 2.0**32 / np.array(copies, float)
+    base = (lists.rows[:, :3].to(DEVICE, torch.float64) * 2.0**-28)[None] + grid[:, None]
+    position = torch.round(base * torch.tensor(step, device=DEVICE)).to(torch.int64)
+    position = ((position + 2**31) % 2**32 - 2**31).to(torch.int32).reshape(-1, 3)
+    element = lists.rows[:, 3].to(DEVICE).repeat(len(grid))
+    rows = torch.cat([position, element[:, None]], dim=1).contiguous()
+
+    def neighbours(index: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        index, image = index.to(DEVICE), image.to(DEVICE)
+        shift = torch.stack([(image << 22) >> 22, (image << 12) >> 22, (image << 2) >> 22], dim=-1)  # (n, m, 3)
+        out = torch.empty((len(grid), *index.shape), dtype=torch.int32, device=DEVICE)
+        for k, place in enumerate(grid):
+            there = (place + shift) % number
+            out[k] = ((there[..., 0] * copies[1] + there[..., 1]) * copies[2] + there[..., 2]) * n + index
+        return out.reshape(-1, index.shape[1])
+
+    ma = lists.angular_index.shape[1]
+    assert lists.radial_image is not None
+    assert lists.angular_image is not None
+    angular = neighbours(lists.angular_index, lists.angular_image)
+    slot = (lists.angular_reverse % ma).to(DEVICE).repeat(len(grid), 1)
+    cell = lists.cells[0].reshape(3, 3).to(torch.float64) * 2.0**28 * torch.tensor(copies)[:, None] * 2.0**-32
+    return Lists(
+        False, rows, torch.zeros(len(rows), dtype=torch.int32, device=DEVICE),
+        cell.reshape(1, 9).to(DEVICE, torch.float32), torch.zeros((1, 3), dtype=torch.int32, device=DEVICE),
+        lists.temperatures.to(DEVICE), neighbours(lists.radial_index, lists.radial_image),
+        lists.radial_count.to(DEVICE).repeat(len(grid)), None, angular,
+        lists.angular_count.to(DEVICE).repeat(len(grid)), None, (angular * ma + slot).contiguous(),
+    )  # fmt: skip
+
+
+def system(name: str, skin: float) -> tuple[Model, Lists]:
+    file = nep_txt.read(systems.MODELS[name])
+    species, positions, cell = systems.raw(name, systems.cells.SYSTEMS[name]["rep"])
+    one = Structures.pack([Structure.make(species, positions, cell)])
+    present = sorted(set(file.admission.types[one.numbers].tolist()))
+    lists = lists_of(one, file, present, torch.device("cpu"), skin=skin)
+    return prepare(file, present, DEVICE), tiled(lists, COPIES[name])
+
+
+def milliseconds(launch: Any, repeats: int = 7) -> float:
+    """Median time of a launch by device events; first launches stay out."""
+    for _ in range(2):
+        launch()
+    times = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        launch()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def shapes_of(model: Model, kernel: str) -> list[Any]:
+    """Tiles that differ in one kernel."""
+    usual = chain.tiles(model.shape)
+    if kernel not in SHAPES:
+        return [usual]
+    field, values = SHAPES[kernel]
+    out = []
+    for value in values:
+        if field == "angular_sums":
+            n = model.shape.n_angular
+            sizes = sorted({-(-n // g) for g in (1, 2, 3, 4) if 2 <= -(-n // g) <= 6})
+            out += [replace(usual, angular_sums=(*value[:3], size)) for size in sizes]
+        else:
+            out.append(replace(usual, **{field: value}))
+    return out
+
+
+def jobs_of(model: Model, lists: Lists, kernels: list[str]) -> list[tuple[str, Any, Any]]:
+    """Launches to be measured: kernel, shape of its programs, launch."""
+    outputs, scratch = buffers(model, lists)
+    jobs = []
+    for kernel in kernels:
+        for tiles in shapes_of(model, kernel):
+            for call in recorded(model, lists, outputs, scratch, tiles):
+                if call[0].__name__ == kernel:
+                    jobs.append((kernel, getattr(tiles, SHAPES[kernel][0]) if kernel in SHAPES else (), call))
+    return jobs
+
+
+def compile_one(arguments: tuple[str, str, tuple[int, ...], list[Any], dict[str, Any]]) -> tuple[str, tuple[int, ...], float]:
+    """Compile in another process, into the cache on the disk."""
+    name, kernel, shape, args, options = arguments
+    start = time.perf_counter()
+    getattr(chain, kernel).warmup(*args, grid=(1,), **options)
+    return f"{name} {kernel}", shape, time.perf_counter() - start
+
+
+def deviations(name: str, outputs: Outputs) -> str:
+    """Largest deviations of the first copy of a crystal from float64."""
+    file = nep_txt.read(systems.MODELS[name])
+    one = Structures.pack([Structure.make(*systems.raw(name, systems.cells.SYSTEMS[name]["rep"]))])
+    wanted = Calculator.of(file, device="cuda", dtype="float64", backend="mulsum").evaluate(one, ["energies", "forces"])
+    energies, forces = outputs.energy[: one.n_atoms].cpu().numpy(), outputs.forces[: one.n_atoms].cpu().numpy()
+    return f"off by {np.abs(energies - wanted['energies']).max():.1e} eV, {np.abs(forces - wanted['forces']).max():.1e} eV/Å"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--systems", nargs="+", default=list(COPIES))
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
+    parser.add_argument("--skin", type=float, default=0.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    kernels = [k for k in options.kernels if hasattr(chain, k)]
+    begin = time.perf_counter()
+    built = {name: system(name, options.skin) for name in options.systems}
+    print(f"lists ready after {time.perf_counter() - begin:.0f} s", flush=True)
+    work = []
+    for name, (model, lists) in built.items():
+        for kernel, shape, (_, _, args, opts) in jobs_of(model, lists, kernels):
+            plain = [a.dtype if isinstance(a, torch.Tensor) else a for a in args]
+            work.append((name, kernel, shape, plain, opts))
+    import multiprocessing
+
+    work.sort(key=lambda w: "angular" not in w[1])
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
+        slow = [f"{what} {shape} {seconds:.0f} s" for what, shape, seconds in pool.map(compile_one, work) if seconds > 8]
+    print(f"compiled after {time.perf_counter() - begin:.0f} s; slow: {'; '.join(slow)}", flush=True)
+    table: list[dict[str, Any]] = []
+    for name, (model, lists) in built.items():
+        n = lists.rows.shape[0]
+        outputs, scratch = buffers(model, lists)
+        chain.forward(model, lists, outputs, scratch)
+        whole = milliseconds(lambda: chain.forward(model, lists, outputs, scratch))  # noqa: B023
+        print(f"{name}: {n} atoms, slots {lists.radial_index.shape[1]} and {lists.angular_index.shape[1]}, "
+              f"everything {whole * 1e6 / n:.2f} ns/atom, {deviations(name, outputs)}", flush=True)  # fmt: skip
+        for kernel, shape, (jit, grid, args, opts) in jobs_of(model, lists, kernels):
+            compiled = jit[grid](*args, **opts)
+            time_ms = milliseconds(lambda: jit[grid](*args, **opts))  # noqa: B023
+            row = {
+                "system": name, "kernel": kernel, "shape": shape, "ns": time_ms * 1e6 / n,
+                "registers": compiled.n_regs, "spills": compiled.n_spills,
+            }  # fmt: skip
+            table.append(row)
+            print(f"  {kernel:15s} {shape!s:18s} {row['ns']:7.3f} ns  regs {row['registers']} spills {row['spills']}", flush=True)
+    print(f"done after {time.perf_counter() - begin:.0f} s")
+    if options.out:
+        options.out.write_text(json.dumps(table))
+
+
+if __name__ == "__main__":
+    main()
