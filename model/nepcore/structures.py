@@ -175,6 +175,8 @@ class Structures:
         cells: Cell vectors as rows, Å, (B, 3, 3) float64; zero rows where there is no vector.
         pbc: Periodic directions, (B, 3) bool.
         temperatures: K, (B,) float64, NaN where not given.
+        keys: (B,) int64, or None for zeros: structures with the same key other than 0 are the same atoms in the same
+            periodic directions, moved, of which a backend may keep what it knows. Results do not depend on it.
     """
 
     counts: NDArray[np.int64]
@@ -183,6 +185,7 @@ class Structures:
     cells: NDArray[np.float64]
     pbc: NDArray[np.bool_]
     temperatures: NDArray[np.float64]
+    keys: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         B, N = len(self.counts), len(self.numbers)
@@ -265,6 +268,7 @@ class Structures:
             np.concatenate([b.cells for b in blocks]),
             np.concatenate([b.pbc for b in blocks]),
             np.concatenate([b.temperatures for b in blocks]),
+            _joined_keys(blocks),
         )
 
     def __len__(self) -> int:
@@ -300,6 +304,7 @@ class Structures:
         return Structures(
             self.counts[start:stop], self.numbers[a:b], self.positions[a:b], self.cells[start:stop],
             self.pbc[start:stop], self.temperatures[start:stop],
+            None if self.keys is None else self.keys[start:stop],
         )  # fmt: skip
 
     def select(self, indices: ArrayLike) -> Structures:
@@ -308,7 +313,7 @@ class Structures:
         atoms = ragged_arange(self.offsets[chosen], self.counts[chosen])
         return Structures(
             self.counts[chosen], self.numbers[atoms], self.positions[atoms], self.cells[chosen], self.pbc[chosen],
-            self.temperatures[chosen],
+            self.temperatures[chosen], None if self.keys is None else self.keys[chosen],
         )  # fmt: skip
 
     @cached_property
@@ -389,6 +394,12 @@ class Structures:
         """Structure and index within it of atom number ``atom`` of the block."""
         i = int(np.searchsorted(self.offsets, atom, side="right")) - 1
         return i, int(atom - self.offsets[i])
+
+
+def _joined_keys(blocks: Sequence[Structures]) -> NDArray[np.int64] | None:
+    if all(b.keys is None for b in blocks):
+        return None
+    return np.concatenate([np.zeros(len(b), np.int64) if b.keys is None else b.keys for b in blocks])
 
 
 def _bad_number(value: float, label: str, field_name: str, atoms: tuple[int, ...]) -> StructureError:

@@ -136,6 +136,30 @@ class Dispatcher:
             EngineError: A batch failed in a way that nobody foresaw.
             ValueError: ``work``, ``priority`` or ``timeout`` make no sense.
         """
+        job_id, answer = self.submit(
+            model, structures, properties, client=client, priority=priority, timeout=timeout, work=work
+        )
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.withdraw(job_id)
+            raise
+
+    def submit(
+        self,
+        model: str,
+        structures: Structures,
+        properties: Collection[str],
+        *,
+        client: str = "",
+        priority: Priority = "interactive",
+        timeout: float | None = None,
+        work: NDArray[np.float64] | None = None,
+    ) -> tuple[int, asyncio.Future[Answer]]:
+        """:meth:`evaluate` without a task that waits: an id for :meth:`withdraw`, and where the answer comes.
+
+        What :meth:`evaluate` raises at once is raised; the rest is the future's exception.
+        """
         now = self._clock()
         try:
             if self.draining:
@@ -143,19 +167,21 @@ class Dispatcher:
             if self._engine is None:
                 raise EngineDown(self._down)
             if not len(structures):
-                return nothing(properties)
+                empty = asyncio.get_running_loop().create_future()
+                empty.set_result(nothing(properties))
+                return 0, empty
             request = self._accept(model, structures, properties, client, priority, timeout, work, now)
         except (Refused, EngineDown) as refusal:
             self.totals.count_error(refusal)
             raise
         self._wake(now)
-        try:
-            return await request.answer
-        except asyncio.CancelledError:
-            if self._requests.pop(request.id, None) is not None:
-                self.totals.shed["cancelled"] += 1
-                self._let_go(request.id)
-            raise
+        return request.id, request.answer
+
+    def withdraw(self, job_id: int) -> None:
+        """Take back a request that nobody waits for; nothing if it was answered."""
+        if self._requests.pop(job_id, None) is not None:
+            self.totals.shed["cancelled"] += 1
+            self._let_go(job_id)
 
     def refuse_if_full(self, atoms: float) -> None:
         """Refuse a request of about so many atoms before it is read, which costs more than to refuse it.

@@ -14,6 +14,7 @@ import socket
 import ssl
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nepcore import __version__
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from .app.auth import Keys
     from .app.service import Service
+    from .app.sessions import Stepping
     from .dispatch import Dispatcher
     from .models import Source
     from .settings import Loaded, Settings
@@ -71,16 +73,25 @@ def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
     keys, secret = keys_of(settings)
     context = tls_context(settings)
     listener = listen(settings)
+    try:
+        frames = listen_for_frames(settings)
+    except SettingsError:
+        listener.close()
+        raise
     _allow_connections(settings.max_connections)
     sys.setswitchinterval(SWITCH_SECONDS)
     _keep_freed_memory()
-    process = _Process(settings, sources, listener, context, keys, secret, loader)
+    process = _Process(settings, sources, listener, context, keys, secret, loader, frames)
     try:
         return _run(process.live())
     finally:
         listener.close()
         if settings.uds is not None:
             settings.uds.unlink(missing_ok=True)
+        if frames is not None:
+            frames.close()
+            if isinstance(where := settings.frame_address, Path):
+                where.unlink(missing_ok=True)
 
 
 def open_models(settings: Settings) -> list[Source]:
@@ -106,11 +117,27 @@ def listen(settings: Settings) -> socket.socket:
         SettingsError: The address is in use, or is not ours.
     """
     if settings.uds is not None:
-        return _listen_unix(settings)
-    where = f"{settings.host}, port {settings.port}"
+        return _listen_unix(settings.uds)
+    return _listen_tcp(settings.host, settings.port, "--port")
+
+
+def listen_for_frames(settings: Settings) -> socket.socket | None:
+    """The bound socket for frames; None if there is to be none.
+
+    Raises:
+        SettingsError: The address is in use, or is not ours.
+    """
+    where = settings.frame_address
+    if where is None:
+        return None
+    return _listen_unix(where) if isinstance(where, Path) else _listen_tcp(settings.host, where, "--frame-socket")
+
+
+def _listen_tcp(host: str, port: int, flag: str) -> socket.socket:
+    where = f"{host}, port {port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
@@ -123,14 +150,12 @@ def listen(settings: Settings) -> socket.socket:
     except OSError as error:
         listener.close()
         in_use = error.errno == errno.EADDRINUSE
-        hint = "; choose another with --port (0 takes a free one)" if in_use and settings.port else ""
+        hint = f"; choose another with {flag} (0 takes a free one)" if in_use and port else ""
         raise SettingsError(f"cannot listen on {where}: {(error.strerror or str(error)).lower()}{hint}") from None
     return listener
 
 
-def _listen_unix(settings: Settings) -> socket.socket:
-    path = settings.uds
-    assert path is not None
+def _listen_unix(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
@@ -184,7 +209,9 @@ class _Process:
         keys: Keys,
         secret: str | None,
         loader: str,
+        frames: socket.socket | None = None,
     ) -> None:
+        self.frames = frames
         self.settings = settings
         self.sources = sources
         self.listener = listener
@@ -242,8 +269,10 @@ class _Process:
         service = Service(self.settings, registry, dispatcher, supervisor, self.keys)
         service.observe()
         supervisor.on_restart = lambda reason: service.metrics.restarts.add()  # noqa: ARG005
-        server = _server(create_app(service), self.settings, Connection, self.context)
+        door = create_app(service)
+        server = _server(door, self.settings, Connection, self.context)
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
+        frames = await self._serve_frames(door.stepping, server.server_state.connections)
         others = [
             asyncio.create_task(_sweep(service, lambda now: sweep(server.server_state.connections, now))),
             asyncio.create_task(self._announce(supervisor)),
@@ -263,11 +292,28 @@ class _Process:
                         self.code = WRONG
                     log.error("%s", keeping.exception())
         finally:
+            if frames is not None:
+                frames.close()
             server.should_exit = True
             await asyncio.wait([serving], timeout=5.0)
             for task in (serving, *others):
                 task.cancel()
             await asyncio.gather(serving, *others, return_exceptions=True)
+
+    async def _serve_frames(self, stepping: Stepping, connections: Any) -> asyncio.Server | None:
+        """Take connections of the frame socket, if there is one."""
+        if self.frames is None:
+            return None
+        from .app.stream import FrameSocket
+
+        loop = asyncio.get_running_loop()
+
+        def connect() -> FrameSocket:
+            return FrameSocket(stepping, connections)
+
+        if self.frames.family == socket.AF_UNIX:
+            return await loop.create_unix_server(connect, sock=self.frames, backlog=2048)
+        return await loop.create_server(connect, sock=self.frames, ssl=self.context, backlog=2048)
 
     async def _drain(self, service: Service) -> None:
         left = await service.drain(self.settings.shutdown_timeout)
@@ -316,11 +362,22 @@ class _Process:
         host, port = self.listener.getsockname()[:2]
         return self._url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
+    @property
+    def frames_address(self) -> str:
+        """Where frames are spoken."""
+        assert self.frames is not None
+        if self.frames.family == socket.AF_UNIX:
+            return f"frames://{self.frames.getsockname()}"
+        host, port = self.frames.getsockname()[:2]
+        return f"frames://[{host}]:{port}" if ":" in host else f"frames://{host}:{port}"
+
     def _url(self, host: str, port: int) -> str:
         scheme = "http" if self.context is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def _greet(self) -> None:
+        if self.frames is not None:
+            log.info("frames on %s", self.frames_address)
         log.info("nepserve %s on %s, API page %s/docs", __version__, self.url, self.url)
         for source in self.sources:
             elements = " ".join(source.file.elements)
@@ -411,6 +468,7 @@ async def _sweep(service: Service, connections: Callable[[float], int]) -> None:
     while True:
         await asyncio.sleep(SWEEP_SECONDS)
         service.bodies.sweep(loop.time())
+        service.sessions.sweep(time.monotonic())
         connections(loop.time())
 
 

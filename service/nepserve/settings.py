@@ -55,6 +55,10 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     uds: Path | None = Field(None, description="Listen on this unix socket instead of host and port.")
 
+    frame_socket: str | None = Field(
+        None, description="Speak the compact frames of sessions here, too: a port, or the path of a unix socket."
+    )
+
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1 ...")
     dtype: Words = Field(
         ("float32",), description="float32 or float64; name=float64 for one model, may be given several times."
@@ -76,6 +80,10 @@ class Settings(BaseSettings):
         None, gt=0, description="Device time of one batch; left out, 20 on a GPU and 100 on a CPU."
     )
     max_connections: int = Field(4096, ge=1, description="Connections held open at once.")
+
+    session_idle: float = Field(600.0, gt=0, description="Seconds without a step after which a session is dropped.")
+    max_sessions: int = Field(10_000, ge=1, description="Sessions kept; one more, and the least lately used goes.")
+    max_sessions_per_key: int = Field(1_000, ge=1, description="Sessions kept of one key, or of one address.")
 
     request_timeout: float = Field(
         600.0, gt=0, description="Seconds a request may take before it is answered with 504; clients may ask for less."
@@ -156,10 +164,27 @@ class Settings(BaseSettings):
         """Largest request body, bytes."""
         return int(self.max_body_mb * 1e6)
 
+    @field_validator("frame_socket", mode="before")
+    @classmethod
+    def _place_of_frames(cls, value: Any) -> Any:
+        """A port may be written as a number."""
+        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        if isinstance(text, str) and text.isdigit() and int(text) > 65535:
+            raise ValueError("a port is a number from 0 to 65535, and anything else the path of a unix socket")
+        return text
+
+    @property
+    def frame_address(self) -> int | Path | None:
+        """Where frames are spoken: a port, a unix socket, or nowhere."""
+        if self.frame_socket is None:
+            return None
+        return int(self.frame_socket) if self.frame_socket.isdigit() else Path(self.frame_socket)
+
     @property
     def is_local(self) -> bool:
         """Whether only this machine can connect: a unix socket or a loopback address."""
-        if self.uds is not None or self.host == "localhost":
+        on_host = self.uds is None or isinstance(self.frame_address, int)
+        if not on_host or self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback

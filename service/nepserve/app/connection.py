@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nepserve.wire.problem import CONTENT_TYPE, problem
+
+from .stream import Stream
 
 if TYPE_CHECKING:
     import asyncio
@@ -84,8 +87,16 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _stay(self, rest: bytes) -> None:
-        """Read a request that offers another protocol as if it did not: its parser would drop the body."""
+        """Read a request that offers another protocol as if it did not: its parser would drop the body.
+
+        A session's websocket alone is taken up.
+        """
         method = self.parser.get_method()
+        upgrade = getattr(self.app, "upgrade", None)
+        if upgrade is not None and method == b"GET":
+            path = unquote(httptools.parse_url(self.url).path.decode("ascii", "replace"))
+            if upgrade(self, {**self.scope, "method": "GET", "path": path}, rest):
+                return
         if method == b"CONNECT":
             self.refuse(400, "bad_request", "this server is no proxy")
             return
@@ -95,6 +106,13 @@ class Connection(HttpToolsProtocol):
         ])  # fmt: skip
         self.parser = httptools.HttpRequestParser(self)
         self.data_received(head + rest)
+
+    def hand_over(self) -> asyncio.Transport:
+        """Give the transport to another protocol; this one is done with."""
+        self._unset_keepalive_if_required()
+        self.connections.discard(self)
+        self.in_head = self.in_body = False
+        return self.transport
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of a body, or throw it away if its request was answered already."""
@@ -155,7 +173,7 @@ class Connection(HttpToolsProtocol):
 
 def sweep(connections: Iterable[Any], now: float) -> int:
     """Cut off the connections that are overdue; returns how many. ``now`` is the event loop's time."""
-    late = [c for c in connections if isinstance(c, Connection) and c.overdue(now)]
+    late = [c for c in connections if isinstance(c, (Connection, Stream)) and c.overdue(now)]
     for connection in late:
         connection.transport.abort()
     return len(late)

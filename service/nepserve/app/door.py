@@ -1,7 +1,7 @@
 """The outermost part of the application: request ids, keys, metrics and logs, and errors as problem documents.
 
-It lets ``/v1/evaluate`` pass straight to its endpoint, which reads and writes bytes itself, and everything else to
-FastAPI. It is plain ASGI because it is on the way of every force call.
+It lets ``/v1/evaluate`` and ``/v1/sessions`` pass straight to their endpoints, which read and write bytes themselves, and
+everything else to FastAPI. It is plain ASGI because it is on the way of every force call.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 from nepserve.wire.request import WireError
 
-from . import problems
+from . import problems, websocket
 from .limits import ClientGone
+from .sessions import ROUTE as SESSIONS
+from .stream import STREAM_ROUTE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from .auth import Key
+    from .connection import Connection
     from .evaluate import Evaluate
     from .service import Service
+    from .sessions import Stepping
 
 log = logging.getLogger("nepserve.access")
 
@@ -71,9 +75,10 @@ class Call:
 class Door:
     """The ASGI application of a server."""
 
-    def __init__(self, service: Service, evaluate: Evaluate, api: ASGIApp) -> None:
+    def __init__(self, service: Service, evaluate: Evaluate, stepping: Stepping, api: ASGIApp) -> None:
         self.service = service
         self.evaluate = evaluate
+        self.stepping = stepping
         self.api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +90,10 @@ class Door:
         call = Call(scope)
         try:
             self._admit(call)
-            if call.path == EVALUATE:
+            if call.path.startswith(SESSIONS) and call.path[len(SESSIONS) :][:1] in {"", "/"}:
+                status, headers, body = await self.stepping.answer(call, receive)
+                await self._send(call, send, status, headers, body)
+            elif call.path == EVALUATE:
                 call.route = EVALUATE
                 status, headers, body = await self.evaluate.answer(call, receive, scope["query_string"])
                 await self._send(call, send, status, headers, body)
@@ -98,6 +106,37 @@ class Door:
             await self._refuse(call, send, error)
         finally:
             self._note(call)
+
+    def upgrade(self, connection: Connection, scope: Scope, rest: bytes) -> bool:
+        """Make a session's stream of an HTTP connection that asks for a websocket.
+
+        Returns:
+            Whether the request was for one; then it was answered.
+        """
+        id_ = websocket.session_of(scope["path"])
+        if id_ is None or dict(scope["headers"]).get(b"upgrade", b"").lower() != b"websocket":
+            return False
+        call = Call(scope)
+        call.route = STREAM_ROUTE
+        try:
+            self._admit(call)
+            if call.method != "GET":
+                raise WireError(None, "method_not_allowed", f"{call.method} is not for this address", allow=["GET"])
+            session = self.stepping.find(id_, call.client)
+            answer = websocket.accept(call.headers)
+        except WireError as error:
+            call.status, call.note = error.status, error.code
+            connection.refuse(error.status, error.code, error.detail)
+        else:
+            call.status = 101
+            transport = connection.hand_over()
+            transport.write(answer)
+            stream = websocket.WebSocket(self.stepping, connection.connections, transport, session)
+            transport.set_protocol(stream)
+            if rest:
+                stream.data_received(rest)
+        self._note(call)
+        return True
 
     async def _refuse(self, call: Call, send: Send, error: Exception) -> None:
         """Answer with a problem. Not in ``__call__``: a local of a frame that the error's traceback holds would keep

@@ -98,7 +98,7 @@ class Evaluate:
         if call.method != "POST":
             raise WireError(None, "method_not_allowed", f"{call.method} is not for this address", allow=["POST"])
         service.refuse_unless_serving()
-        wish = _wish(call.headers, query_string, service.settings.request_timeout)
+        wish = wish_of(call.headers, query_string, service.settings.request_timeout)
         # What cannot be read or answered in any case is refused before it is sent.
         wire.negotiate(wish.accept, wish.content_type)
         sent = _sent(call.headers)
@@ -108,7 +108,7 @@ class Evaluate:
         try:
             service.refuse_unless_serving()
             large = len(body) > LARGE_BODY
-            request = await _run(large, self._decode, body, wish)
+            request = await run_where(large, self._decode, body, wish)
             del body
             self._learn(wish.content_type, sent, request.structures.n_atoms)
             version = service.registry.get(request.model)
@@ -127,12 +127,12 @@ class Evaluate:
         if request.errors:
             request = request.with_elements(version.source.file.elements)
             request.refuse_single()
-        examined = await _run(large, self._examine, version, request)
+        examined = await run_where(large, self._examine, version, request)
         if request.single and examined.errors:
             raise self._refusal(examined.errors[0])
         answer = None
         if len(examined.block):
-            answer = await _unless_gone(
+            answer = await unless_gone(
                 self.service.dispatcher.evaluate(
                     version.key,
                     examined.block,
@@ -159,7 +159,7 @@ class Evaluate:
         if request.single and predictions.errors:
             raise self._refusal(predictions.errors[0])
         large = large or request.structures.n_atoms > LARGE_BLOCK
-        media_type, body = await _run(large, wire.encode, request, predictions, wish.accept, version.name)
+        media_type, body = await run_where(large, wire.encode, request, predictions, wish.accept, version.name)
         headers: Headers = [(b"content-type", media_type.encode()), (b"content-length", b"%d" % len(body))]
         if answer is not None:
             headers += _timings(answer)
@@ -207,12 +207,17 @@ def _sent(headers: Mapping[bytes, bytes]) -> int:
     return int(announced) if announced.isdigit() and len(announced) < 16 and b"content-encoding" not in headers else 0
 
 
-async def _run(elsewhere: bool, work: Callable[..., T], *arguments: Any) -> T:
+async def run_where(elsewhere: bool, work: Callable[..., T], *arguments: Any) -> T:
     """Do ``work`` here and now, or in a thread if it is long and the event loop has others to serve."""
     return await asyncio.to_thread(work, *arguments) if elsewhere else work(*arguments)
 
 
-def _wish(headers: Mapping[bytes, bytes], query_string: bytes, longest: float) -> Wish:
+def wish_of(headers: Mapping[bytes, bytes], query_string: bytes, longest: float) -> Wish:
+    """What headers and query string say.
+
+    Raises:
+        WireError: A header or a query string that cannot be read.
+    """
     accept = headers.get(b"accept", b"*/*").decode("latin-1")
     content_type = headers.get(b"content-type", b"").decode("latin-1")
     return Wish(content_type, accept, _query(query_string), _priority(headers), _timeout(headers, longest))
@@ -272,7 +277,7 @@ def _timings(answer: Answer) -> Headers:
     return [(b"server-timing", timing.encode()), (b"x-batch-atoms", b"%d" % answer.batch_atoms)]
 
 
-async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """The result of ``work``, which is cancelled when the client goes away.
 
     Looking for the client costs a task; a request that is answered at once does not pay for it.

@@ -16,6 +16,7 @@ from . import admin, docs, problems, routes
 from .document import document
 from .door import Door
 from .evaluate import Evaluate
+from .sessions import Stepping
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -52,7 +53,7 @@ def create_app(service: Service) -> Door:
     for kind in problems.KNOWN:
         api.add_exception_handler(kind, _known)
     api.add_exception_handler(Exception, _unforeseen)
-    return Door(service, Evaluate(service), api)
+    return Door(service, Evaluate(service), Stepping(service), api)
 
 
 def _respond(request: Request, error: WireError) -> Response:

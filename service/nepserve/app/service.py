@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from nepserve.models import public_name
+from nepserve.sessions import Sessions
 from nepserve.wire.request import Limits, WireError
 
 from . import problems
@@ -84,6 +85,9 @@ class Service:
     def __post_init__(self) -> None:
         self.limits = Limits(self.settings.max_body, self.settings.max_structures, self.settings.max_atoms)
         self.bodies = Bodies(self.settings.max_body, self.settings.receive_timeout)
+        self.sessions = Sessions(
+            self.settings.session_idle, self.settings.max_sessions, self.settings.max_sessions_per_key
+        )
 
     def observe(self) -> None:
         """Let the metrics see queue, engine and batches."""
@@ -93,6 +97,7 @@ class Service:
             "requests_waiting": ("Requests that wait for it.", lambda: dispatcher.waiting.requests),
             "queue_atoms": ("Atoms that wait for it.", lambda: dispatcher.waiting.atoms),
             "requests_in_flight": ("Requests between body and answer.", lambda: self.in_flight),
+            "sessions": ("Sessions kept.", lambda: len(self.sessions)),
             "ready": ("1 if the server is ready.", lambda: float(self.unready is None)),
             "engine_heartbeat_age_seconds": ("Since the engine was heard of.", lambda: self.engine.heartbeat_age),
         })  # fmt: skip

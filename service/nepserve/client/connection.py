@@ -83,7 +83,26 @@ class Connection:
         self.keep = True
         """Whether the server will take another request on it."""
         self._rest = bytearray()
-        self._socket = _open(address, tls, deadline)
+        self._socket = open_socket(address, tls, deadline)
+
+    @classmethod
+    def around(cls, connected: socket.socket) -> Connection:
+        """A connection on a socket that is open already."""
+        found = cls.__new__(cls)
+        found.process, found.used, found.keep, found._rest = os.getpid(), False, True, bytearray()
+        found._socket = connected
+        return found
+
+    def switch(self, deadline: float) -> tuple[Answer, bytes]:
+        """Read the answer to a request for another protocol, and what came behind its head if it was agreed to.
+
+        Raises:
+            Broken, TimeoutError, Garbled: As :meth:`receive`.
+        """
+        status, headers, _ = self._head(deadline)
+        if status == 101:
+            return Answer(status, headers, b""), bytes(self._rest)
+        return Answer(status, headers, self._body(status, headers, deadline)), b""
 
     def send(self, head: bytes, body: bytes, deadline: float) -> None:
         """Send a request.
@@ -92,7 +111,7 @@ class Connection:
             OSError: The connection broke before the request was out. If the server gave its answer before it closed
                 (it refuses a body without reading it), :meth:`receive` still has it, and nothing is raised.
         """
-        self._socket.settimeout(_wait(deadline))
+        self._socket.settimeout(wait_seconds(deadline))
         try:
             if len(body) <= _JOIN:
                 self._socket.sendall(head + body)
@@ -108,7 +127,7 @@ class Connection:
         """Send a large body, but stop when an answer comes before its end: it is refused, and nobody reads the rest."""
         if isinstance(self._socket, ssl.SSLSocket) or not hasattr(select, "poll"):
             # What can be read from a TLS socket need not be an answer.
-            self._socket.settimeout(_wait(deadline))
+            self._socket.settimeout(wait_seconds(deadline))
             self._socket.sendall(body)
             return
         poll = select.poll()
@@ -116,7 +135,7 @@ class Connection:
         self._socket.setblocking(False)
         left = memoryview(body)
         while left:
-            events = poll.poll(1000.0 * _wait(deadline))
+            events = poll.poll(1000.0 * wait_seconds(deadline))
             if not events:
                 raise TimeoutError("the time for the call is over")
             if events[0][1] & ~select.POLLOUT:
@@ -174,7 +193,7 @@ class Connection:
 
     def _more(self, deadline: float, *, early: bool) -> None:
         """Read at least one more byte into the rest."""
-        self._socket.settimeout(_wait(deadline))
+        self._socket.settimeout(wait_seconds(deadline))
         try:
             piece = self._socket.recv(_PIECE)
         except (ConnectionError, ssl.SSLError) as error:
@@ -238,7 +257,7 @@ class Connection:
         self._rest.clear()
         with memoryview(body) as view:
             while have < length:
-                self._socket.settimeout(_wait(deadline))
+                self._socket.settimeout(wait_seconds(deadline))
                 try:
                     got = self._socket.recv_into(view[have:])
                 except (ConnectionError, ssl.SSLError) as error:
@@ -290,32 +309,37 @@ class Connection:
         return body
 
 
-def _open(address: Address, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
+def open_socket(address: Address, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
+    """A connected socket.
+
+    Raises:
+        OSError: It could not be opened (``TimeoutError``: not in time).
+    """
     if address.socket is not None:
         if not hasattr(socket, "AF_UNIX"):
             raise OSError("unix sockets do not exist on this platform")
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            plain.settimeout(_wait(deadline))
+            plain.settimeout(wait_seconds(deadline))
             plain.connect(address.socket)
         except BaseException:
             plain.close()
             raise
         return plain
-    plain = socket.create_connection((address.host, address.port), _wait(deadline))
+    plain = socket.create_connection((address.host, address.port), wait_seconds(deadline))
     try:
         # Without it the kernel may hold a small request back until the last answer is acknowledged.
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is None:
             return plain
-        plain.settimeout(_wait(deadline))
+        plain.settimeout(wait_seconds(deadline))
         return tls.wrap_socket(plain, server_hostname=address.host)
     except BaseException:
         plain.close()
         raise
 
 
-def _wait(deadline: float) -> float:
+def wait_seconds(deadline: float) -> float:
     """Seconds until the deadline, for the next operation on a socket."""
     left = deadline - time.monotonic()
     if left <= 0:

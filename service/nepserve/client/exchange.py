@@ -74,12 +74,12 @@ class Exchange:
 
     def __init__(self, address: Address, key: str | None, verify: bool | str) -> None:
         self.address = address
-        self._key = key
-        self._verify = verify
+        self.key = key
+        self.verify = verify
         self._reset()
 
     def _reset(self) -> None:
-        self._tls = tls_context(self.address, self._verify)
+        self._tls = tls_context(self.address, self.verify)
         # Only single operations on its ends, which need no lock: so a fork never finds one held.
         self._idle: deque[Connection] = deque()
         self._reached = False
@@ -90,11 +90,15 @@ class Exchange:
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"address": self.address, "_key": self._key, "_verify": self._verify}
+        return {"address": self.address, "key": self.key, "verify": self.verify}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+    def reached(self) -> None:
+        """Note that the server has answered: from now on it is waited for when it is away."""
+        self._reached = True
 
     def close(self) -> None:
         """Close the idle connections; the next call opens a new one."""
@@ -117,8 +121,8 @@ class Exchange:
         ]
         if method != "GET":
             lines.append(f"Content-Length: {len(body)}")
-        if self._key is not None:
-            lines.append(f"Authorization: Bearer {self._key}")
+        if self.key is not None:
+            lines.append(f"Authorization: Bearer {self.key}")
         head = "\r\n".join(lines).encode("latin-1")
         return Call(path, head, body, Attempts(retries, time.monotonic(), timeout), request_id)
 
@@ -167,14 +171,14 @@ class Exchange:
                     call.attempts.renewed = True
                     self.close()
                     continue
-                self._pause(call, error, cut=sent)
+                self.pause(call, error, cut=sent)
                 continue
             except BaseException:
                 call.drop()
                 raise
             if answer.status == 200 or any_status:
                 return answer
-            self._pause_or_raise(call, answer)
+            self.pause_or_raise(call, answer)
 
     def _send(self, call: Call) -> None:
         connection = self._kept()
@@ -209,7 +213,7 @@ class Exchange:
             connection.close()
         return answer
 
-    def _pause(self, call: Call, error: OSError, *, cut: bool) -> None:
+    def pause(self, call: Call, error: OSError, *, cut: bool) -> None:
         """Wait before the next attempt after a connection failed, or give up."""
         attempts, now = call.attempts, time.monotonic()
         url, request_id = self.address.text, call.request_id
@@ -223,7 +227,7 @@ class Exchange:
             ) from error  # fmt: skip
         time.sleep(wait)
 
-    def _pause_or_raise(self, call: Call, answer: Answer) -> None:
+    def pause_or_raise(self, call: Call, answer: Answer) -> None:
         """Wait before the next attempt if the server had no room, else raise what its answer stands for."""
         error = from_answer(
             answer.status, answer.headers, bytes(answer.body), url=self.address.text, path=call.path,

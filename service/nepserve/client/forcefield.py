@@ -15,13 +15,13 @@ from nepcore.elements import symbol_of
 from nepcore.structures import Structures
 
 from .http import Client
+from .session import Session
+from .ways import Absent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import ArrayLike, NDArray
-
-    from nepcore.structures import Prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +50,13 @@ class Evaluator(Protocol):
     Every method raises :class:`~nepserve.client.NepserveError` where no complete and finite result came.
     """
 
-    def one(self, positions: NDArray[np.float64], cell: NDArray[np.float64]) -> Forces:
-        """The result at ``positions`` (n, 3), wrapped or not, in ``cell`` (3, 3) of rows; Å."""
+    def one(
+        self, positions: NDArray[np.float64], cell: NDArray[np.float64], *, per_atom: bool | None = None
+    ) -> Forces:
+        """The result at ``positions`` (n, 3), wrapped or not, in ``cell`` (3, 3) of rows; Å.
+
+        ``per_atom`` says whether this step needs ``energies`` and ``virials``; None leaves it to the evaluator.
+        """
         ...
 
     def many(self, positions: NDArray[np.float64], cells: NDArray[np.float64]) -> list[Forces]:
@@ -80,12 +85,15 @@ class OneShot:
         self._pbc = np.array(pbc, bool)
         self._model = model
         self._temperature = np.nan if temperature is None else float(temperature)
-        self._names = ("energy", "forces", "virial", *(("energies", "virials") if per_atom else ()))
+        self._per_atom = per_atom
 
-    def one(self, positions: NDArray[np.float64], cell: NDArray[np.float64]) -> Forces:
+    def one(
+        self, positions: NDArray[np.float64], cell: NDArray[np.float64], *, per_atom: bool | None = None
+    ) -> Forces:
         """See :class:`Evaluator`."""
         block = self._block(positions[None], cell[None])
-        return _forces(self._client.evaluate(block, self._names, model=self._model))
+        names = _names(self._per_atom if per_atom is None else per_atom)
+        return _forces(self._client.evaluate(block, names, model=self._model).values)
 
     def many(self, positions: NDArray[np.float64], cells: NDArray[np.float64]) -> list[Forces]:
         """See :class:`Evaluator`."""
@@ -93,8 +101,9 @@ class OneShot:
             return [self.one(positions[0], cells[0])]
         block = self._block(positions, cells)
         # One body, unless the server cannot hold that many atoms.
-        found = self._client.evaluate_many(block, self._names, model=self._model, chunk_atoms=max(block.n_atoms, 1))
-        return [_forces(found.view(i)) for i in range(len(found))]
+        names = _names(self._per_atom)
+        found = self._client.evaluate_many(block, names, model=self._model, chunk_atoms=max(block.n_atoms, 1))
+        return [_forces(found.view(i).values) for i in range(len(found))]
 
     def close(self) -> None:
         """See :class:`Evaluator`: there is nothing to let go of."""
@@ -109,6 +118,45 @@ class OneShot:
             np.tile(self._pbc, (B, 1)),
             np.full(B, self._temperature),
         )
+
+
+class InSession:
+    """An evaluator whose steps send positions and cell alone, in a session of the server.
+
+    A server that knows no sessions is sent everything with each step.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        numbers: NDArray[np.uint8],
+        pbc: NDArray[np.bool_],
+        model: str | None,
+        temperature: float | None,
+        per_atom: bool,
+    ) -> None:
+        self._whole = OneShot(client, numbers, pbc, model, temperature, per_atom)
+        self._per_atom = per_atom
+        self._session = Session(client, numbers, pbc, model, temperature)
+
+    def one(
+        self, positions: NDArray[np.float64], cell: NDArray[np.float64], *, per_atom: bool | None = None
+    ) -> Forces:
+        """See :class:`Evaluator`."""
+        try:
+            return _forces(self._session.step(positions, cell, _names(self._per_atom if per_atom is None else per_atom)))
+        except Absent:
+            return self._whole.one(positions, cell, per_atom=per_atom)
+
+    def many(self, positions: NDArray[np.float64], cells: NDArray[np.float64]) -> list[Forces]:
+        """See :class:`Evaluator`; several structures travel as one request, outside the session."""
+        if len(positions) == 1:
+            return [self.one(positions[0], cells[0])]
+        return self._whole.many(positions, cells)
+
+    def close(self) -> None:
+        """See :class:`Evaluator`."""
+        self._session.close()
 
 
 def evaluator(
@@ -132,7 +180,7 @@ def evaluator(
     """
     z = np.asarray(numbers, np.uint8)
     directions = np.broadcast_to(np.asarray(pbc, bool), 3)
-    return OneShot(client, z, directions, model, temperature, per_atom)
+    return InSession(client, z, directions, model, temperature, per_atom)
 
 
 def as_client(url: str | Client, options: dict[str, Any]) -> Client:
@@ -174,13 +222,16 @@ def check_elements(client: Client, model: str | None, numbers: Iterable[int]) ->
             )
 
 
-def _forces(prediction: Prediction) -> Forces:
-    values = prediction.values
+def _names(per_atom: bool) -> tuple[str, ...]:
+    return ("energy", "forces", "virial", "energies", "virials") if per_atom else ("energy", "forces", "virial")
+
+
+def _forces(values: Mapping[str, Any]) -> Forces:
     energies, virials = values.get("energies"), values.get("virials")
     return Forces(
         float(values["energy"]),
-        np.array(values["forces"], np.float64),
-        np.array(values["virial"], np.float64),
-        None if energies is None else np.array(energies, np.float64),
-        None if virials is None else np.array(virials, np.float64),
+        np.asarray(values["forces"], np.float64),
+        np.asarray(values["virial"], np.float64),
+        None if energies is None else np.asarray(energies, np.float64),
+        None if virials is None else np.asarray(virials, np.float64),
     )

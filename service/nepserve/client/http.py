@@ -15,6 +15,7 @@ from .errors import ConnectionFailed, NepserveError, StructureRejected, Timeout
 from .exchange import Exchange
 from .options import check_dtype, check_key, check_priority, check_timeout
 from .retry import Retry
+from .ways import parse_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +48,9 @@ class Client:
         retries: When a failed attempt is repeated.
         dtype: Type of positions on the way out and of per-atom arrays in results, ``float64`` or ``float32``.
             Energies and stresses are float64 always.
+        exchange: The way to the server, for the parts of this package.
+        place: How steps travel, taken apart.
+        sessions: False once the server was found not to know sessions.
         priority: ``interactive``, ``bulk`` or None (the server's rule; ``bulk`` where an ``evaluate_many`` takes more
             than one body).
     """
@@ -62,6 +66,7 @@ class Client:
         dtype: str = "float64",
         priority: str | None = None,
         verify: bool | str | os.PathLike[str] = True,
+        steps: str | None = None,
     ) -> None:
         """Prepare a client; nothing is sent yet.
 
@@ -76,6 +81,8 @@ class Client:
             priority: See the attribute.
             verify: For https: True checks the certificate against the system's authorities, a path names a file of
                 other ones, False checks nothing.
+            steps: How the steps of simulations travel: ``http`` (the default), ``websocket``, or the address of the
+                server's frame socket, ``frames://host:port`` or ``frames:///path``. Everything else is HTTP.
 
         Raises:
             ValueError: An argument that cannot be used.
@@ -88,7 +95,9 @@ class Client:
         self.dtype = check_dtype(dtype)
         self.priority = check_priority(priority)
         trust = verify if isinstance(verify, bool) else os.fspath(verify)
-        self._exchange = Exchange(address, check_key(api_key), trust)
+        self.exchange = Exchange(address, check_key(api_key), trust)
+        self.place = parse_steps(steps)
+        self.sessions = True
 
     def __repr__(self) -> str:
         model = "" if self.model_name is None else f", model={self.model_name!r}"
@@ -104,7 +113,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connections that are idle. A later call opens a new one."""
-        self._exchange.close()
+        self.exchange.close()
 
     def evaluate(
         self,
@@ -138,7 +147,7 @@ class Client:
         block = bodies.gather_one(structure)
         body = bodies.request_body(block, names, model or self.model_name, self.dtype, single=True)
         call = self._post(body, self.priority, timeout)
-        answer = self._exchange.finish(call)
+        answer = self.exchange.finish(call)
         found = answers.read_answer(answer, block, names, url=self.url, request_id=call.request_id)
         return answers.one_result(found, names, url=self.url, request_id=call.request_id)
 
@@ -179,7 +188,7 @@ class Client:
         pace = bodies.Pace(chunk_atoms, seconds)
         work = bodies.gather(structures)
         answers.raise_first(work.rejected, bodies.check_on_error(on_error), self.url)
-        run = _Run(self, self._exchange, work, names, on_error, model or self.model_name, seconds, pace)
+        run = _Run(self, self.exchange, work, names, on_error, model or self.model_name, seconds, pace)
         return bodies.join(work, run.results(progress), names, self.dtype)
 
     def models(self) -> list[dict[str, Any]]:
@@ -228,17 +237,17 @@ class Client:
             time.sleep(pause)
 
     def _not_ready(self, timeout: float) -> str | None:
-        call = self._exchange.call("GET", "/readyz", {}, b"", timeout=timeout, retries=ONCE)
-        return answers.not_ready(self._exchange.finish(call, any_status=True), url=self.url)
+        call = self.exchange.call("GET", "/readyz", {}, b"", timeout=timeout, retries=ONCE)
+        return answers.not_ready(self.exchange.finish(call, any_status=True), url=self.url)
 
     def _get(self, path: str) -> Any:
         headers = {"Accept": "application/json"}
-        call = self._exchange.call("GET", path, headers, b"", timeout=self.timeout, retries=self.retries)
-        return answers.read_json(self._exchange.finish(call), url=self.url, path=path)
+        call = self.exchange.call("GET", path, headers, b"", timeout=self.timeout, retries=self.retries)
+        return answers.read_json(self.exchange.finish(call), url=self.url, path=path)
 
     def _post(self, body: bytes, priority: str | None, timeout: float | None) -> Call:
         seconds = self.timeout if timeout is None else check_timeout(timeout)
-        return self._exchange.call(
+        return self.exchange.call(
             "POST", "/v1/evaluate", answers.post_headers(priority), body, timeout=seconds, retries=self.retries
         )
 
@@ -261,7 +270,7 @@ class _Run:
         timeout: float,
         pace: bodies.Pace,
     ) -> None:
-        self._exchange = exchange
+        self.exchange = exchange
         self._client = client
         self._work = work
         self._names = names
@@ -297,11 +306,11 @@ class _Run:
     def _sent(self, start: int, stop: int) -> Call:
         block = self._work.structures.slice(start, stop)
         body = bodies.request_body(block, self._names, self._model, self._client.dtype)
-        call = self._exchange.call(
+        call = self.exchange.call(
             "POST", "/v1/evaluate", answers.post_headers(self._priority), body, timeout=self._timeout,
             retries=self._client.retries,
         )  # fmt: skip
-        self._exchange.begin(call)
+        self.exchange.begin(call)
         return call
 
     def _received(self, start: int, stop: int, call: Call) -> list[Predictions]:
@@ -310,7 +319,7 @@ class _Run:
         url, request_id = self._client.url, call.request_id
         try:
             # While earlier answers were read and handed on, this one may have been waiting at the door.
-            answer = self._exchange.finish(call, grace=1.0)
+            answer = self.exchange.finish(call, grace=1.0)
             found = answers.read_answer(answer, block, self._names, url=url, request_id=request_id)
         except NepserveError as error:
             if bodies.cuts(error, stop - start):

@@ -213,6 +213,8 @@ class EngineLink:
         started = time.perf_counter()
         structures = Structures.concatenate(blocks)
         arrays = {name: getattr(structures, name) for name in _FIELDS}
+        if structures.keys is not None:
+            arrays["keys"] = structures.keys
         names = [name for name in PROPERTIES if name in properties]
         if len(names) != len(properties):
             raise ModelError(f"unknown properties: {', '.join(sorted(properties - set(names)))}")

@@ -145,7 +145,7 @@ def decode(body: bytes, *, limits: Limits, query: Mapping[str, str]) -> Request:
     Raises:
         WireError: Anything that is not such a request.
     """
-    message = _unpack(body, limits)
+    message = read_map(body, limits)
     if not message.keys() <= _KEY_SET:
         raise unknown_field(next(key for key in message if key not in _KEY_SET), KEYS, where="the request")
     if query:
@@ -186,7 +186,7 @@ def decode(body: bytes, *, limits: Limits, query: Mapping[str, str]) -> Request:
 _KEY_SET = frozenset(KEYS)
 
 
-def _unpack(body: bytes, limits: Limits) -> dict[str, Any]:
+def read_map(body: bytes, limits: Limits) -> dict[str, Any]:
     most = min(len(body), max(limits.max_atoms, limits.max_structures, 16))
     # Entries, and lists that hold them. Of an atom: its number, and a row of three coordinates; of a structure: count,
     # cell, flags and temperature.

@@ -180,7 +180,7 @@ def test_the_images_of_a_band_are_one_request_a_step(server, library):
 def count_requests(client: Client) -> list[int]:
     """How many evaluations a client sends from now on."""
     sent = [0]
-    exchange = client._exchange
+    exchange = client.exchange
     call = exchange.call
 
     def counting(method, path, *arguments, **options):
