@@ -44,12 +44,18 @@ class Fragile(Client):
 
     left = None
 
-    def evaluate(self, *arguments, **options):
-        if self.left is not None:
-            if self.left == 0:
-                raise ConnectionFailed("told to fail", url=self.url)
-            self.left -= 1
-        return super().evaluate(*arguments, **options)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        call = self.exchange.call
+
+        def counted(method, path, *more, **options):
+            if self.left is not None and path.endswith(("/v1/evaluate", "/positions")):
+                if self.left == 0:
+                    raise ConnectionFailed("told to fail", url=self.url)
+                self.left -= 1
+            return call(method, path, *more, **options)
+
+        self.exchange.call = counted
 
 
 def take(lmp, comm):

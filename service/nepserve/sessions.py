@@ -16,8 +16,9 @@ import numpy as np
 from nepcore.structures import MAX_COORDINATE, Structures
 
 if TYPE_CHECKING:
-    from nepcore.errors import StructureError
     from numpy.typing import NDArray
+
+    from nepcore.errors import StructureError
 
     from .models import Version
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.openapi.utils import get_openapi
 
-from nepserve.wire import json_schema
+from nepserve.wire import frame, json_schema
 from nepserve.wire.problem import CODES, CONTENT_TYPE
 
 from . import schemas
@@ -39,6 +39,7 @@ def document(api: FastAPI) -> dict[str, Any]:
     if api.openapi_schema is None:
         made = get_openapi(title=api.title, version=api.version, description=api.description, routes=api.routes)
         _add_evaluate(made)
+        _add_sessions(made)
         _speak_of_problems(made)
         made["components"]["securitySchemes"] = {
             "key": {"type": "http", "scheme": "bearer", "description": "Where the server has keys."}
@@ -85,6 +86,62 @@ def _add_evaluate(made: dict[str, Any]) -> None:
     problem_schema["properties"]["code"]["enum"] = list(CODES)
     components["Problem"] = problem_schema
     components["Load"] = schemas.Load.model_json_schema()
+
+
+def _add_sessions(made: dict[str, Any]) -> None:
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    id_ = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    codes = {str(status): {} for status in _EVALUATE if status != 406}
+    opening = {
+        "type": "object",
+        "properties": {
+            "model": {"type": "string"},
+            "properties": {"type": "array", "items": {"type": "string"}},
+            "numbers": {"type": "array", "items": {"type": "integer"}},
+            "symbols": {"type": "array", "items": {"type": "string"}},
+            "cell": {"type": "array"},
+            "pbc": {},
+            "temperature": {"type": "number"},
+        },
+        "additionalProperties": False,
+    }
+    step = {
+        "type": "object",
+        "required": ["positions"],
+        "properties": {
+            "positions": {"type": "array"},
+            "cell": {"type": "array"},
+            "properties": {"type": "array", "items": {"type": "string"}},
+        },
+        "additionalProperties": False,
+    }
+
+    def operation(summary: str, text: str, name: str, body: dict[str, Any] | None, *parameters: Any) -> dict[str, Any]:
+        described: dict[str, Any] = {
+            "tags": ["sessions"], "summary": summary, "description": text, "operationId": name,
+            "parameters": list(parameters),
+            "responses": {"200": {"description": "Done.", "content": {"application/json": {"schema": {}}}}, **codes},
+        }  # fmt: skip
+        if body is not None:
+            described["requestBody"] = {"required": True, "content": body}
+        return described
+
+    forms = {"application/json": {"schema": opening}, "application/msgpack": binary}
+    steps = {"application/json": {"schema": step}, "application/msgpack": binary, frame.CONTENT_TYPE: binary}
+    put = operation(
+        "A step of a session", "Positions, and a cell if it changed. An id that is not known is `session_lost`: open "
+        "it again.", "step", steps, id_,
+    )  # fmt: skip
+    put["responses"]["200"]["content"] = {"application/json": {"schema": {}}, frame.CONTENT_TYPE: binary}
+    delete = operation("End a session", "It would go by itself in time.", "close_session", None, id_)
+    delete["responses"] = {"204": {"description": "It is gone."}, "401": {}, "404": {}, "500": {}}
+    made["paths"].update({
+        "/v1/sessions": {
+            "post": operation("Open a session", "Species, model and properties, once.", "open_session", forms)
+        },
+        "/v1/sessions/{id}": {"delete": delete},
+        "/v1/sessions/{id}/positions": {"put": put},
+    })  # fmt: skip
 
 
 def _parameter(name: str, place: str, schema: dict[str, Any], text: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The outermost part of the application: request ids, keys, metrics and logs, and errors as problem documents.
 
-It lets ``/v1/evaluate`` and ``/v1/sessions`` pass straight to their endpoints, which read and write bytes themselves, and
-everything else to FastAPI. It is plain ASGI because it is on the way of every force call.
+It lets ``/v1/evaluate`` and ``/v1/sessions`` pass straight to their endpoints, which read and write bytes themselves,
+and everything else to FastAPI. It is plain ASGI because it is on the way of every force call.
 """
 
 from __future__ import annotations

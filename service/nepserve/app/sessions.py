@@ -225,9 +225,7 @@ class Stepping:
         self.service.refuse_unless_serving()
         body = await self.service.bodies.read(receive, call.headers)
         content_type = call.headers.get(b"content-type", b"").decode("latin-1")
-        _, message = await run_where(
-            len(body) > LARGE_BODY, steps.read_map, content_type, body, self.service.limits
-        )
+        _, message = await run_where(len(body) > LARGE_BODY, steps.read_map, content_type, body, self.service.limits)
         session = self.open(message, call.client)
         described = self.describe(session)
         call.model = described["model"]

@@ -62,9 +62,7 @@ def accept(headers: Mapping[bytes, bytes]) -> bytes:
         raise WireError(None, "bad_header", "Sec-WebSocket-Version must be 13", field="Sec-WebSocket-Version")
     key = headers.get(b"sec-websocket-key", b"").strip()
     if not _KEY.fullmatch(key):
-        raise WireError(
-            None, "bad_header", "Sec-WebSocket-Key must be 16 bytes in base64", field="Sec-WebSocket-Key"
-        )
+        raise WireError(None, "bad_header", "Sec-WebSocket-Key must be 16 bytes in base64", field="Sec-WebSocket-Key")
     proof = base64.b64encode(hashlib.sha1(key + _GUID, usedforsecurity=False).digest())
     return (
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: Upgrade\r\nsec-websocket-accept: "
@@ -76,9 +74,7 @@ def accept(headers: Mapping[bytes, bytes]) -> bytes:
 class WebSocket(Stream):
     """A session's websocket after the handshake."""
 
-    def __init__(
-        self, stepping: Stepping, connections: Held, transport: asyncio.Transport, session: Session
-    ) -> None:
+    def __init__(self, stepping: Stepping, connections: Held, transport: asyncio.Transport, session: Session) -> None:
         super().__init__(stepping, connections)
         self.transport = transport
         self.desk = Desk(stepping, self._send, self.go_on, STREAM_ROUTE, session.owner, session)

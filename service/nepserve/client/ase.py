@@ -22,9 +22,12 @@ from ase.calculators.calculator import (
 from ase.outputs import Properties
 
 from nepcore.structures import DEFAULT_PROPERTIES, PROPERTIES
+from nepserve.wire import frame
 
 from .bodies import check_properties
 from .http import Client
+from .session import Session
+from .ways import Absent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +44,9 @@ class NEPCalculator(Calculator):
     directions, species, order or number of atoms, ``atoms.info["temperature"]`` (K, for temperature models), or a
     property is asked for that has not been computed. Each request asks for everything known so far, so that what
     ``results`` holds is of one answer.
+
+    From the second request about the same atoms on, steps go through a session of the server: positions and cell
+    travel alone. Nothing else changes; a session that is lost is opened again.
 
     If no complete answer comes, the error of :mod:`nepserve.client.errors` is raised and ``results`` is empty: a
     simulation stops, it never goes on with old or partial forces. A server that restarts is waited for within the
@@ -81,7 +87,8 @@ class NEPCalculator(Calculator):
             model: Name of the model; None for the client's, or the server's only one.
             properties: What every request asks for. More is fetched when it is needed.
             atoms: An ``Atoms`` to attach the calculator to.
-            options: ``api_key``, ``timeout``, ``retries``, ``dtype``, ``priority``, ``verify``: of the client.
+            options: ``api_key``, ``timeout``, ``retries``, ``dtype``, ``priority``,
+                ``verify``, ``steps``: of the client.
 
         Raises:
             ValueError: An argument that cannot be used.
@@ -94,6 +101,9 @@ class NEPCalculator(Calculator):
             self.client = Client(url, **options)
         # Results fetched ahead by calculate_many, until a structure comes that is not among them.
         self._ahead: dict[tuple[Any, ...], dict[str, Any]] = {}
+        # What atoms the last request was about, and their session once there was a second one.
+        self._kind: tuple[Any, ...] | None = None
+        self._session: Session | None = None
         super().__init__(model=model, properties=check_properties(properties), atoms=atoms)
 
     def _get_name(self) -> str:
@@ -160,7 +170,7 @@ class NEPCalculator(Calculator):
         found = self._from_ahead(structure, names)
         if found is None:
             self._ahead = {}
-            found = _results(self.client.evaluate(structure, names, model=self.parameters["model"]))
+            found = self._fetch(structure, names)
         self._take(structure, found)
 
     def evaluate_many(
@@ -226,7 +236,7 @@ class NEPCalculator(Calculator):
         return Properties({name: value for name, value in self.results.items() if name in all_properties})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": {}}
+        return {**self.__dict__, "_ahead": {}, "_session": None}
 
     def _names(self, wanted: Iterable[str], structure: Atoms) -> tuple[str, ...]:
         """Properties to ask for: those of the calculator, and ``wanted``, as far as they exist."""
@@ -238,6 +248,31 @@ class NEPCalculator(Calculator):
             del names["free_energy"]
             names["energy"] = None
         return tuple(names)
+
+    def _fetch(self, structure: Atoms, names: Sequence[str]) -> dict[str, Any]:
+        """Results from the server: a step of a session from the second time on that the same atoms come."""
+        model = self.parameters["model"]
+        kind = (structure.numbers.tobytes(), structure.pbc.tobytes(), structure.info.get("temperature"), model)
+        if kind == self._kind and frame.PROPERTIES.issuperset(names):
+            if self._session is None:
+                self._session = Session(self.client, structure.numbers, structure.pbc, model, kind[2])
+            try:
+                values = self._session.step(structure.positions, structure.cell.array, names)
+            except Absent:
+                pass
+            else:
+                return _completed({name: values[name] for name in names})
+        elif kind != self._kind:
+            self._leave()
+        found = _results(self.client.evaluate(structure, names, model=model))
+        self._kind = kind
+        return found
+
+    def _leave(self) -> None:
+        """Close the session of the atoms that were."""
+        session, self._session, self._kind = self._session, None, None
+        if session is not None:
+            session.close()
 
     def _from_ahead(self, structure: Atoms, names: Iterable[str]) -> dict[str, Any] | None:
         found = self._ahead.get(_key(structure)) if self._ahead else None
@@ -271,7 +306,12 @@ def _key(atoms: Atoms) -> tuple[Any, ...]:
 
 def _results(prediction: Prediction) -> dict[str, Any]:
     """A result in ASE's types: floats, and arrays of float64."""
-    found = {k: float(v) if np.ndim(v) == 0 else np.asarray(v, np.float64) for k, v in prediction.values.items()}
+    return _completed(
+        {k: float(v) if np.ndim(v) == 0 else np.asarray(v, np.float64) for k, v in prediction.values.items()}
+    )
+
+
+def _completed(found: dict[str, Any]) -> dict[str, Any]:
     if "energy" in found:
         found["free_energy"] = found["energy"]
     elif "free_energy" in found:

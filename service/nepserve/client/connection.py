@@ -89,8 +89,7 @@ class Connection:
     def around(cls, connected: socket.socket) -> Connection:
         """A connection on a socket that is open already."""
         found = cls.__new__(cls)
-        found.process, found.used, found.keep, found._rest = os.getpid(), False, True, bytearray()
-        found._socket = connected
+        found.__dict__.update(process=os.getpid(), used=False, keep=True, _rest=bytearray(), _socket=connected)
         return found
 
     def switch(self, deadline: float) -> tuple[Answer, bytes]:

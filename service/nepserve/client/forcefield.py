@@ -50,9 +50,7 @@ class Evaluator(Protocol):
     Every method raises :class:`~nepserve.client.NepserveError` where no complete and finite result came.
     """
 
-    def one(
-        self, positions: NDArray[np.float64], cell: NDArray[np.float64], *, per_atom: bool | None = None
-    ) -> Forces:
+    def one(self, positions: NDArray[np.float64], cell: NDArray[np.float64], *, per_atom: bool | None = None) -> Forces:
         """The result at ``positions`` (n, 3), wrapped or not, in ``cell`` (3, 3) of rows; Å.
 
         ``per_atom`` says whether this step needs ``energies`` and ``virials``; None leaves it to the evaluator.
@@ -87,9 +85,7 @@ class OneShot:
         self._temperature = np.nan if temperature is None else float(temperature)
         self._per_atom = per_atom
 
-    def one(
-        self, positions: NDArray[np.float64], cell: NDArray[np.float64], *, per_atom: bool | None = None
-    ) -> Forces:
+    def one(self, positions: NDArray[np.float64], cell: NDArray[np.float64], *, per_atom: bool | None = None) -> Forces:
         """See :class:`Evaluator`."""
         block = self._block(positions[None], cell[None])
         names = _names(self._per_atom if per_atom is None else per_atom)
@@ -139,12 +135,12 @@ class InSession:
         self._per_atom = per_atom
         self._session = Session(client, numbers, pbc, model, temperature)
 
-    def one(
-        self, positions: NDArray[np.float64], cell: NDArray[np.float64], *, per_atom: bool | None = None
-    ) -> Forces:
+    def one(self, positions: NDArray[np.float64], cell: NDArray[np.float64], *, per_atom: bool | None = None) -> Forces:
         """See :class:`Evaluator`."""
         try:
-            return _forces(self._session.step(positions, cell, _names(self._per_atom if per_atom is None else per_atom)))
+            return _forces(
+                self._session.step(positions, cell, _names(self._per_atom if per_atom is None else per_atom))
+            )
         except Absent:
             return self._whole.one(positions, cell, per_atom=per_atom)
 

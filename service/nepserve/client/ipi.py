@@ -216,7 +216,7 @@ def run(
         connections: How many to open, for so many structures under way at a time.
         wait_seconds: How long to wait for i-PI, and for the server, to be there.
         report: Told, in a sentence, what happens.
-        options: ``api_key``, ``timeout``, ``retries``, ``dtype``, ``priority``, ``verify``: of the client.
+        options: ``api_key``, ``timeout``, ``retries``, ``dtype``, ``priority``, ``verify``, ``steps``: of the client.
 
     Returns:
         How many force messages were sent.

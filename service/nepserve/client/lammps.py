@@ -71,12 +71,12 @@ def attach(
             nothing to do with: its atoms are left out, and get neither energy nor force from it.
         model: Name of the model; None for the client's, or the server's only one.
         temperature: K, for temperature models.
-        per_atom: Whether energies and virials of atoms are fetched, too. Without them steps are a little cheaper, and
-            computes that need them give NaN.
+        per_atom: Whether energies and virials of atoms are fetched, too, at those steps at which a compute needs them.
+            Without them such computes give NaN.
         full_virials: Name W of a ``fix property/atom d2_W 9`` that is to hold the virial of each atom with all nine
             components, xx xy xz yx yy yz zx zy zz, in units of energy: what LAMMPS' six cannot tell. Σ W_j v_j is
             the potential part of the heat flux of a many-body model.
-        options: ``api_key``, ``timeout``, ``retries``, ``dtype``, ``priority``, ``verify``: of the client.
+        options: ``api_key``, ``timeout``, ``retries``, ``dtype``, ``priority``, ``verify``, ``steps``: of the client.
 
     Raises:
         ValueError: Elements that do not fit the types or the model, units other than metal and real, or several
@@ -172,23 +172,24 @@ class Attached:
         """What LAMMPS calls in every step, on every rank. Nothing may leave it: LAMMPS would go on."""
         try:
             if self.error is None:
-                self._step(n, np.asarray(tags).reshape(-1), x, f)
+                self._step(step, n, np.asarray(tags).reshape(-1), x, f)
         except BaseException as error:  # an interrupt, too, must stop the run and not vanish
             self.error = error
         if self.error is not None:
             f[:] = np.nan
             self._stop(step)
 
-    def _step(self, n: int, tags: NDArray[Any], x: NDArray[np.float64], f: NDArray[np.float64]) -> None:
+    def _step(self, step: int, n: int, tags: NDArray[Any], x: NDArray[np.float64], f: NDArray[np.float64]) -> None:
         """One step: all atoms to rank 0, forces from the server, and back to where the atoms are."""
         types = self._lmp.numpy.extract_atom("type")[:n] if n else np.zeros(0, np.int32)
+        per_atom = self._per_atom and self._asked(step)
         if self._shares is None or len(self._shares.energies) != n:
             self._shares = _Shares(n, self._property is not None)
         shares = self._shares
         if self._comm is None:
-            energy, virial = self._evaluate(tags[:n], types, x[:n], f, shares)
+            energy, virial = self._evaluate(tags[:n], types, x[:n], f, shares, per_atom)
         else:
-            energy, virial = self._together(tags[:n], types, x[:n], f, shares)
+            energy, virial = self._together(tags[:n], types, x[:n], f, shares, per_atom)
         if self._property is not None:
             self._store(n, shares.nine)
         # LAMMPS' own wrappers copy number by number in Python, which takes longer than the physics.
@@ -199,6 +200,14 @@ class Attached:
         library.lammps_fix_external_set_virial_peratom(pointer, self._fix, shares.six_pointer)
         self.calls += 1
 
+    def _asked(self, step: int) -> bool:
+        """Whether anything in LAMMPS looks at energies or virials of atoms at this step; fetching them takes time."""
+        if self._property is not None:
+            return True
+        when = self._lmp.extract_global("eflag_atom"), self._lmp.extract_global("vflag_atom")
+        # An older LAMMPS does not say.
+        return None in when or step in when
+
     def _store(self, n: int, virials: NDArray[np.float64] | None) -> None:
         name = self._property
         if self._lmp.extract_atom_size(name, _COLUMNS) != 9:
@@ -207,7 +216,13 @@ class Attached:
             self._lmp.numpy.extract_atom(name)[:n] = virials
 
     def _together(
-        self, tags: NDArray[Any], types: NDArray[Any], x: NDArray[np.float64], f: NDArray[np.float64], shares: _Shares
+        self,
+        tags: NDArray[Any],
+        types: NDArray[Any],
+        x: NDArray[np.float64],
+        f: NDArray[np.float64],
+        shares: _Shares,
+        per_atom: bool,
     ) -> tuple[float, list[float]]:
         """:meth:`_evaluate` for all ranks; every one of them raises if rank 0 did."""
         parts = self._comm.gather((tags.copy(), types.copy(), x.copy()), root=0)
@@ -217,7 +232,7 @@ class Attached:
             try:
                 ids, kinds, places = (np.concatenate(column) for column in zip(*parts, strict=True))
                 forces, whole = np.zeros_like(places), _Shares(len(ids), shares.nine is not None)
-                answer = self._evaluate(ids, kinds, places, forces, whole)
+                answer = self._evaluate(ids, kinds, places, forces, whole, per_atom)
                 ends = np.cumsum([len(part[0]) for part in parts])[:-1]
                 pieces = list(zip(*(np.split(array, ends) for array in (forces, *whole.arrays)), strict=True))
             except BaseException as error:  # the others wait for what is broadcast here, whatever happened
@@ -231,14 +246,20 @@ class Attached:
         return energy, virial
 
     def _evaluate(
-        self, tags: NDArray[Any], types: NDArray[Any], x: NDArray[np.float64], f: NDArray[np.float64], shares: _Shares
+        self,
+        tags: NDArray[Any],
+        types: NDArray[Any],
+        x: NDArray[np.float64],
+        f: NDArray[np.float64],
+        shares: _Shares,
+        per_atom: bool,
     ) -> tuple[float, list[float]]:
         """Energy and virial (6), in LAMMPS' units and order; those of atoms, and forces, go to where they belong."""
         order, z = self._sorted(tags, types)
         if len(order) < len(tags):
             for array in (f, *shares.arrays):
                 array[:] = 0.0
-        if not self._per_atom:
+        if not per_atom:
             for array in shares.arrays:
                 array[:] = np.nan
         if not len(order):
@@ -247,10 +268,10 @@ class Attached:
         cell = np.array([
             [high[0] - low[0], 0.0, 0.0], [xy, high[1] - low[1], 0.0], [xz, yz, high[2] - low[2]],
         ])  # fmt: skip
-        found = self._evaluator(z, tuple(periodic)).one(x[order], cell)
+        found = self._evaluator(z, tuple(periodic)).one(x[order], cell, per_atom=per_atom)
         scale = 1.0 / self._unit
         f[order] = found.forces * scale
-        if self._per_atom:
+        if per_atom:
             assert found.energies is not None
             assert found.virials is not None
             shares.energies[order] = found.energies * scale

@@ -52,7 +52,8 @@ def run(
         numbers: Atomic numbers, (n,), for drivers that do not send ``>ELEMENTS``.
         model: Name of the model; None for the client's, or the server's only one.
         temperature: K, for temperature models.
-        client_options: ``api_key``, ``timeout``, ``retries``, ``dtype``, ``priority``, ``verify``: of the client.
+        client_options: ``api_key``, ``timeout``, ``retries``, ``dtype``, ``priority``,
+            ``verify``, ``steps``: of the client.
 
     Returns:
         How many structures were evaluated.

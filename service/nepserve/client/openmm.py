@@ -48,7 +48,8 @@ def force(
         particles: Indices of the particles that the model is for; None for all. Symbols may be those of these
             particles, or of all.
         temperature: K, for temperature models.
-        options: ``api_key``, ``timeout``, ``retries``, ``dtype``, ``priority``, ``verify``: of the client. A serialised
+        options: ``api_key``, ``timeout``, ``retries``, ``dtype``, ``priority``,
+            ``verify``, ``steps``: of the client. A serialised
             force holds the key.
 
     Raises:

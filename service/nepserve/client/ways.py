@@ -116,9 +116,7 @@ class Opener:
         """The path of the session, opened if need be."""
         if self.path is None:
             client = self.client
-            call = client.exchange.call(
-                "POST", PATH, _JSON_HEADERS, self.body, timeout=timeout, retries=client.retries
-            )
+            call = client.exchange.call("POST", PATH, _JSON_HEADERS, self.body, timeout=timeout, retries=client.retries)
             try:
                 answer = client.exchange.finish(call)
             except ServerError as error:

@@ -47,6 +47,13 @@ EXIT_ORPHANED = 72
 EXIT_PROTOCOL = 76
 """What came over the socket was no message."""
 
+LINGER_SECONDS = 0.0006
+"""How long the engine looks for the next step of a simulation before it goes to sleep: to be woken on a core that fell
+asleep, too, takes as long as a small evaluation."""
+
+LINGER_AFTER = 0.01
+"""Evaluations longer than this are not waited after, s: beside them, being woken costs nothing."""
+
 BEAT_SECONDS = 0.1
 """Signs of life during an evaluation are at least this far apart."""
 
@@ -75,6 +82,7 @@ class Engine:
         self._running: list[Message] = []
         self._stopping = False
         self._beat = 0.0
+        self._awake_until = 0.0
 
     def serve(self) -> None:
         """Work until told to stop.
@@ -96,11 +104,21 @@ class Engine:
     def _receive(self, *, wait: bool = False) -> None:
         """Sort what has arrived into the queues; answer at once what needs no computing."""
         if wait:
+            self._linger()
             # What waits behind the first message is met between the tiles.
             self._sort(self._channel.read())
             return
         while self._poll.poll(0):
             self._sort(self._channel.read())
+
+    def _linger(self) -> None:
+        """Look for the next message for a moment without sleeping, once after each short evaluation."""
+        until, self._awake_until = self._awake_until, 0.0
+        while until and not self._poll.poll(0):
+            if time.perf_counter() > until:
+                return
+            # Whoever is to send that message may be waiting for this very core.
+            os.sched_yield()
 
     def _sort(self, messages: list[Message]) -> None:
         for message in messages:
@@ -136,6 +154,8 @@ class Engine:
                     progress = next(steps)
                 except StopIteration as end:
                     self._send("result", message.id, *end.value)
+                    if message.kind == "evaluate" and end.value[0]["device"] < LINGER_AFTER:
+                        self._awake_until = time.perf_counter() + LINGER_SECONDS
                     return
                 self._between(message, progress)
                 if message.id in self._cancelled:

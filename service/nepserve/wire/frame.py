@@ -161,7 +161,7 @@ def read_request(
         what = "cell and positions" if skip else "positions"
         raise bad_frame(f"the frame has {len(payload)} bytes behind its head; wanted {wanted}: {what} of {atoms} atoms")
     cell = np.frombuffer(payload, _F8, 9).reshape(3, 3) if skip else None
-    positions = np.frombuffer(payload, real, 3 * atoms, skip).reshape(atoms, 3)
+    positions: NDArray[Any] = np.frombuffer(payload, real, 3 * atoms, skip).reshape(atoms, 3)
     if real is _F4:
         # A signalling NaN would make the conversion warn; whoever checks the numbers finds it.
         with np.errstate(invalid="ignore"):
@@ -223,9 +223,7 @@ def read_result(
     ) if not flag or given & flag]  # fmt: skip
     wanted = sum(size * dtype.itemsize for _, size, dtype in layout)
     if head.size != wanted or len(payload) != wanted:
-        raise WireError(
-            None, "bad_answer", f"the answer has {len(payload)} bytes behind its head; {wanted} were due"
-        )
+        raise WireError(None, "bad_answer", f"the answer has {len(payload)} bytes behind its head; {wanted} were due")
     found: dict[str, Any] = {}
     at = 0
     for name, size, dtype in layout:

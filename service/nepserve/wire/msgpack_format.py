@@ -187,6 +187,11 @@ _KEY_SET = frozenset(KEYS)
 
 
 def read_map(body: bytes, limits: Limits) -> dict[str, Any]:
+    """The map of a body, whatever its keys.
+
+    Raises:
+        WireError: ``bad_msgpack``, ``duplicate_key``.
+    """
     most = min(len(body), max(limits.max_atoms, limits.max_structures, 16))
     # Entries, and lists that hold them. Of an atom: its number, and a row of three coordinates; of a structure: count,
     # cell, flags and temperature.

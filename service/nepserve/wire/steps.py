@@ -105,7 +105,8 @@ def read_step(
                 flat = found.astype(np.float64, copy=False)
             if flat.size != 3 * atoms:
                 raise StructureError(
-                    "bad_shape", f"positions has {flat.size} numbers; wanted {3 * atoms}, the session has {atoms} atoms",
+                    "bad_shape",
+                    f"positions has {flat.size} numbers; wanted {3 * atoms}: the session has {atoms} atoms",
                     field="positions",
                 )  # fmt: skip
             positions = flat.reshape(atoms, 3)
