@@ -91,7 +91,7 @@ def _add_evaluate(made: dict[str, Any]) -> None:
 def _add_sessions(made: dict[str, Any]) -> None:
     binary = {"schema": {"type": "string", "format": "binary"}}
     id_ = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-    codes = {str(status): {} for status in _EVALUATE if status != 406}
+    codes: dict[str, Any] = {str(status): {} for status in _EVALUATE if status != 406}
     opening = {
         "type": "object",
         "properties": {

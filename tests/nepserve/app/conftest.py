@@ -67,6 +67,9 @@ class Dispatcher:
         self.speeds = {"main@1": 1e6}
         self.on_batch: Callable[..., None] | None = None
 
+    def refuse_if_full(self, atoms: float) -> None:
+        """There is always room."""
+
     async def evaluate(
         self,
         model: str,
