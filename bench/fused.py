@@ -2,14 +2,13 @@
 
     python bench/fused.py figures [--systems si5 pbte unep c24] [--steps 200]
     python bench/fused.py kernels [--systems ...]
-    python bench/fused.py peers [--systems ...]
-    python bench/fused.py drift [--picoseconds 100]
+    python bench/fused.py warm [--systems ...] [--large]
 
 ``figures``: for each system, ns an atom and step of the largest crystal (velocity Verlet on the device at 300 K, 1 fs,
 the list with its skin made anew whenever an atom moved half of it, all counted), the same from host arrays to host
 arrays, one step of 1,000 atoms and of 64 from host to host, and structures a second of 1,024 structures of 32 to 64
-atoms, neighbour search included. ``kernels``: time of each kernel of a step beside its floor. ``peers``: TorchNEP and
-nep-adapters on the same systems. ``drift``: drift of the total energy of NVE runs. Medians; one JSON line a figure.
+atoms, neighbour search included. ``kernels``: time of each kernel, by batch. ``warm``: compiles
+the kernels, so that several processes can do so at a time before the others run. Medians; one JSON line a figure.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ LARGE = {"si5": (40, 40, 40), "pbte": (40, 40, 40), "unep": (50, 50, 52), "c24":
 
 THOUSAND = {"si5": (5, 5, 5), "pbte": (5, 5, 5), "unep": (6, 6, 7), "c24": (5, 5, 5)}
 
-MASS = {14: 28.085, 82: 207.2, 52: 127.6, 6: 12.011, 47: 107.87, 13: 26.98, 79: 196.97, 24: 52.0, 29: 63.55, 12: 24.3,
-        42: 95.95, 28: 58.69, 46: 106.42, 78: 195.08, 73: 180.95, 22: 47.87, 23: 50.94, 74: 183.84, 40: 91.22}  # fmt: skip
+MASS = {14: 28.085, 82: 207.2, 52: 127.6, 6: 12.011, 47: 107.87, 13: 26.98, 79: 196.97, 24: 52.0, 29: 63.55,
+        12: 24.3, 42: 95.95, 28: 58.69, 46: 106.42, 78: 195.08, 73: 180.95, 22: 47.87, 23: 50.94, 74: 183.84, 40: 91.22}  # fmt: skip
 """Atomic masses, u."""
 
 FORCE_UNIT = 9.648533e-3
@@ -181,30 +180,52 @@ def kernels(options: argparse.Namespace) -> None:
         def rebuild(dynamics: Dynamics = dynamics) -> None:
             dynamics.state.update(dynamics.box)
 
+        one, thousand = many.slice(1, 2), crystal(name, THOUSAND[name])
         for label, atoms, call in (
-            ("large", dynamics.state.n, dynamics.step), ("1024 small", many.n_atoms, small),
+            ("large", dynamics.state.n, dynamics.step),
             ("rebuild", dynamics.state.n, rebuild),
-        ):  # fmt: skip
+            ("1024 small", many.n_atoms, small),
+            ("1,000", thousand.n_atoms, partial(calculator.evaluate, thousand, ["energy", "forces"])),
+            ("one", one.n_atoms, partial(calculator.evaluate, one, ["energy", "forces"])),
+        ):
+            for _ in range(3):
+                call()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
                 for _ in range(3):
                     call()
                 torch.cuda.synchronize()
             rows = [(e.key, e.self_device_time_total / 3, e.count / 3) for e in record.key_averages()]
-            for key, us, count in sorted(rows, key=lambda row: -row[1])[:22]:
-                if us > 0.5:
-                    say(system=name, batch=label, kernel=key[:60], us=us, ns_per_atom=1e3 * us / atoms, launches=count)
+            say(system=name, batch=label, atoms=atoms, us={
+                key.removeprefix("void at::native::")[:40]: round(us, 1)
+                for key, us, _ in sorted(rows, key=lambda row: -row[1])[:20] if us > 0.5
+            }, sum_us=sum(us for _, us, _ in rows))  # fmt: skip
         fused._large.clear()  # noqa: SLF001
         torch.cuda.empty_cache()
 
 
+def warm(options: argparse.Namespace) -> None:
+    """Compile what the others use, so that several systems can do so at a time."""
+    for name in options.systems:
+        begun = time.perf_counter()
+        if options.large:
+            calculator = nepcore.load(systems.MODELS[name], device="cuda", backend="fused")
+            fused: Any = calculator._resolved.backend  # noqa: SLF001
+            Dynamics(fused, crystal(name, (14, 14, 14)), 300.0, 1.0).step()
+        else:
+            load(name)
+        torch.cuda.synchronize()
+        say(system=name, compiled="large" if options.large else "small", seconds=time.perf_counter() - begun)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("figures", "kernels"))
+    parser.add_argument("what", choices=("figures", "kernels", "warm"))
     parser.add_argument("--systems", nargs="+", default=list(LARGE), choices=tuple(LARGE))
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--repeat", nargs=3, type=int)
+    parser.add_argument("--repeat", nargs=3, type=int, help="unit cells of the large crystal")
+    parser.add_argument("--large", action="store_true", help="of warm: the kernels of large structures instead")
     options = parser.parse_args()
-    {"figures": figures, "kernels": kernels}[options.what](options)
+    {"figures": figures, "kernels": kernels, "warm": warm}[options.what](options)
 
 
 if __name__ == "__main__":

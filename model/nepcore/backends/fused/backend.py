@@ -32,7 +32,7 @@ logger = logging.getLogger("nepcore")
 SMALL = 8192
 """Atoms of the largest structure in which every atom looks at every other one."""
 
-CHUNK = 32768
+CHUNK = 16384
 """Atoms of small structures that are evaluated at a time, while the next ones are packed."""
 
 ALL_TYPES = 4
@@ -72,6 +72,7 @@ class Fused:
         self.file = model
         self.admission = model.admission
         self.memory = memory
+        self._angular_share = float(model.cutoff_angular.max() / model.cutoff_radial.max()) ** 3
         self._make_fallback = fallback
         self._fallback: Backend | None = None
         self._models: OrderedDict[tuple[int, ...], Tables] = OrderedDict()
@@ -141,6 +142,13 @@ class Fused:
         self._models.move_to_end(present)
         return found
 
+    def rows(self, count: int, width: tuple[int, ...]) -> NDArray[np.float32]:
+        """An array for results of so many atoms: where it is large, the device writes into it."""
+        if count <= SMALL or self.device.type != "cuda":
+            return np.empty((count, *width), np.float32)
+        pinned: NDArray[np.float32] = torch.empty((count, *width), dtype=torch.float32, pin_memory=True).numpy()
+        return pinned
+
     def take(self, tables: Tables, size: small.Size) -> small.Slot:
         """A slot of that size that nobody uses; to be given back by :meth:`give`."""
         key = (tables.model.present, size)
@@ -172,8 +180,7 @@ class Fused:
 
     def capacity(self, expected: float) -> tuple[int, int]:
         """Slots for radial and angular neighbours, from the largest number expected by density."""
-        ratio = self.file.cutoff_angular.max() / self.file.cutoff_radial.max()
-        guess = room(1.2 * expected + 6.0), room(1.3 * expected * ratio**3 + 6.0)
+        guess = room(1.2 * expected + 6.0), room(1.3 * expected * self._angular_share + 6.0)
         return self._corrected.get(guess, guess)
 
     def correct(self, size: small.Size, most: NDArray[np.int32]) -> small.Size:
@@ -247,8 +254,9 @@ class Task:
         widths = {"energies": (), "forces": (3,), "virials": (9,), "descriptors": (backend.file.dim,)}
         for name, width in widths.items():
             if name in properties:
-                self.rows[name] = np.empty((N, *width), np.float32)
+                self.rows[name] = backend.rows(N, width)
         self.errors: dict[int, StructureError] = {}
+        self.longest = 0  # atoms of the largest structure
         self.done = np.zeros(B, bool)
 
     def run(self) -> Generator[int, None, None]:
@@ -256,7 +264,8 @@ class Task:
         counts = self.structures.counts
         if not len(counts):
             return
-        if int(counts.max()) <= SMALL:
+        self.longest = int(counts.max())
+        if self.longest <= SMALL:
             yield from self._small(self.structures, None)
             return
         chosen = np.flatnonzero(counts <= SMALL)
@@ -269,21 +278,24 @@ class Task:
         backend = self.backend
         tables = backend.tensors(block.numbers)
         expected = backend.admission.neighbors(block)
-        mr, ma = backend.capacity(float(expected.max()))
-        limit = min(CHUNK, int(0.1 * backend.memory / (_ATOM_BYTES + _NEIGHBOR_BYTES * mr)))
+        most = float(expected.max())
+        limit = min(CHUNK, int(0.1 * backend.memory / (_ATOM_BYTES + _NEIGHBOR_BYTES * backend.capacity(most)[0])))
+        # Pieces of about one length: the last one is not to wait for a large one before it.
+        limit = min(limit, -(-block.n_atoms // max(1, -(-block.n_atoms // max(1, limit)))))
         flying: deque[tuple[small.Slot, int, int]] = deque()
         start, B = 0, len(block)
         offsets = block.offsets
         try:
             while start < B:
-                stop = B
-                if block.n_atoms - int(offsets[start]) > limit:
+                stop, part, densest, longest = B, block, most, self.longest
+                if block.n_atoms - int(offsets[start]) > limit or start:
                     stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + limit, side="right")) - 1)
-                part = block if stop - start == B else block.slice(start, stop)
-                mr, ma = backend.capacity(float(expected[start:stop].max()))
+                    part = block.slice(start, stop)
+                    densest, longest = float(expected[start:stop].max()), int(part.counts.max())
+                mr, ma = backend.capacity(densest)
                 size = small.Size(
-                    atoms_of(part.n_atoms), structures_of(len(part)), mr, ma, self.virials,
-                    "descriptors" in self.properties,
+                    atoms_of(part.n_atoms), structures_of(stop - start), mr, ma, self.virials,
+                    "descriptors" in self.properties, longest > small.MANY,
                 )  # fmt: skip
                 slot = backend.take(tables, size)
                 flying.append((slot, start, stop))

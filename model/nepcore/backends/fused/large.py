@@ -194,9 +194,10 @@ class Large:
         """
         for name, target in rows.items():
             source = getattr(self, name)
-            torch.from_numpy(target).copy_(source.view(target.shape))
+            torch.from_numpy(target).copy_(source.view(target.shape), non_blocking=True)
         total = self.total.cpu().numpy()
-        return total, int(self.state.item()) == 0
+        well = int(self.state.item()) == 0  # waits for all copies before it, too
+        return total, well
 
     def update(self, box: Box | None = None) -> bool:
         """Bring rows and list up to the positions; waits for the device.

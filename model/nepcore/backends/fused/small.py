@@ -35,22 +35,28 @@ class Size(NamedTuple):
     angular: int
     virials: bool
     descriptors: bool
+    many: bool = False  # structures of many atoms
 
 
 class Blocks(NamedTuple):
     """Shapes of the programs; results do not depend on them. The interpreter likes them large."""
 
-    atoms: int = 128  # lanes that place atoms
-    mates: int = 64  # atoms that each is compared with
+    atoms: int = 32  # lanes that place atoms
+    mates: int = 128  # atoms that each is compared with
     centres: int = 4  # atoms a program of the search
     others: int = 64
+    centres_alone: int = 1  # the same where structures are larger than MANY
+    others_alone: int = 256
     pairs: int = 16  # pairs whose reverse is looked for at a time
     slots: int = 16  # slots that are looked at
     sums: int = 128
     warps: int = 4
 
 
-INTERPRETED = Blocks(64, 64, 64, 64, 64, 64, 64)
+INTERPRETED = Blocks(64, 64, 64, 64, 64, 64, 64, 64, 64)
+
+MANY = 256
+"""Atoms beyond which a program of the search takes few atoms and many others at a time."""
 
 
 def _part(fields: dict[str, tuple[tuple[int, ...], torch.dtype]], buffer: Tensor) -> dict[str, Tensor]:
@@ -204,12 +210,13 @@ class Slot:
             given["positions"], given["numbers"], place, given["structure"], given["offsets"], given["pbc"],
             self._frames, lists.rows, self._order, s, many, cells.FRAME, blocks.atoms, blocks.mates, num_warps=4,
         )  # fmt: skip
-        search.find_neighbors[(-(-n // blocks.centres),)](
+        centres, others = (blocks.centres_alone, blocks.others_alone) if size.many else (blocks.centres, blocks.others)
+        search.find_neighbors[(-(-n // centres),)](
             lists.rows, self._order, lists.structure, given["offsets"], lists.cells, lists.units, self._spans,
             out["state"], out["most"], lists.radial_index, lists.radial_image, lists.radial_count, lists.angular_index,
             lists.angular_image, lists.angular_count, s, size.radial, size.angular, cutoff_radial**2,
             cutoff_angular**2, many, cells.SPAN, search.COINCIDENT, search.SAME_PLACE**2,
-            blocks.centres, blocks.others, num_warps=blocks.warps,
+            centres, others, num_warps=blocks.warps,
         )  # fmt: skip
         search.find_reverse[(-(-n // blocks.centres),)](
             lists.angular_index, lists.angular_image, lists.angular_count, lists.angular_reverse, n, size.angular,
