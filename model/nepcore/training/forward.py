@@ -6,7 +6,7 @@ compute the same from the coefficients of every pair.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -16,7 +16,18 @@ from nepcore.errors import ModelError
 from nepcore.physics import invariants
 from nepcore.potential import NEP
 
-from .geometry import Geometry, PairForces, Sizes, Slots, geometry_of, slots_of, virial_of
+from .geometry import (
+    Geometry,
+    PairForces,
+    PairMap,
+    Sizes,
+    Slots,
+    forces_of,
+    geometry_of,
+    slots_of,
+    spread_of,
+    virial_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,14 +62,16 @@ class Forward(Protocol):
         """Evaluate; without ``forces``, forces and virial are zero."""
 
 
-def make(backend: str, model: NepFile, dtype: torch.dtype, device: torch.device) -> Forward:
-    """The way of that name.
+def make(
+    backend: str, model: NepFile, dtype: torch.dtype, device: torch.device, *, compiled: bool = False
+) -> Forward:  # fmt: skip
+    """The way of that name; ``compiled``: by code that torch makes (of ``sums`` alone).
 
     Raises:
         ModelError: There is none.
     """
     if backend == SUMS:
-        return BySums(model, dtype, device)
+        return BySums(model, dtype, device, compiled=compiled)
     if backend in FORMS:
         return ByForm(backend, model, dtype, device)
     raise ModelError(f"there is no backend {backend!r} for training; there are: {', '.join(BACKENDS)}")
@@ -79,11 +92,21 @@ class _Base:
 class BySums(_Base):
     """Sums over neighbours before coefficients; forces by the linear map of :mod:`nepcore.training.geometry`."""
 
+    def __init__(self, model: NepFile, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> None:
+        super().__init__(model, dtype, device)
+        self._geometry: Any = geometry_of
+        self._atoms: Any = self._of_atoms
+        self._map = PairMap(forces_of, spread_of)
+        if compiled:
+            # The sizes of batches differ; code for each of them would take minutes to make.
+            self._geometry, self._atoms = (torch.compile(f, dynamic=True) for f in (geometry_of, self._of_atoms))
+            self._map = PairMap(torch.compile(forces_of, dynamic=True), torch.compile(spread_of, dynamic=True))
+
     def prepare(self, arrays: Arrays, widths: tuple[int, int]) -> Geometry:
         """See :class:`Forward`."""
         slots = slots_of(arrays, widths, self.sizes.types, self.far)
         cutoffs = self.cutoff_radial, self.cutoff_angular
-        return geometry_of(slots, widths[1], self.sizes, *cutoffs, arrays.types)
+        return self._geometry(slots, widths[1], self.sizes, *cutoffs, arrays.types)
 
     def __call__(
         self, parameters: dict[str, Tensor], q_scaler: Tensor, arrays: Arrays, prepared: object, forces: bool = True
@@ -91,20 +114,32 @@ class BySums(_Base):
         """See :class:`Forward`."""
         g = prepared
         assert isinstance(g, Geometry)
-        shape, center = self.shape, g.slots.center
-        A = len(center)
-        c_r, c_a = (_by_center(parameters[name], center) for name in ("c_radial", "c_angular"))  # (A, n, T k)
-        s_r = torch.bmm(c_r, g.radial[..., None]).squeeze(2)  # (A, n)
-        s_a = torch.bmm(c_a, g.angular).permute(2, 0, 1)  # (b, A, n)
-        q_a = invariants.invariants(s_a, shape.l_max, shape.switches, self.monomials)  # (blocks, A, n)
-        q = torch.cat([s_r, q_a.permute(1, 0, 2).reshape(A, -1)], dim=1)
-        if shape.temperature:
-            q = torch.cat([q, arrays.temperature[arrays.frame][:, None]], dim=1)
-        q = q * q_scaler
-        energies, slope = _networks(parameters, q, center[:, :1] * 0.0 + 1.0 if self.one_network else center)
+        temperature = arrays.temperature[arrays.frame] if self.shape.temperature else None
+        energies, q, by_radial, by_angular = self._atoms(
+            parameters, q_scaler, g.slots.center, g.radial, g.angular, temperature
+        )
         n_frames = len(arrays.atoms)
         if not forces:
-            return Found(energies, q, q.new_zeros((A, 3)), q.new_zeros((n_frames, 9)))
+            return Found(energies, q, q.new_zeros((len(q), 3)), q.new_zeros((n_frames, 9)))
+        f, virial = PairForces.apply(by_radial, by_angular, g, arrays.frame, n_frames, self._map)
+        return Found(energies, q, f, virial)
+
+    def _of_atoms(
+        self, parameters: dict[str, Tensor], q_scaler: Tensor, center: Tensor, radial: Tensor, angular: Tensor,
+        temperature: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Site energies, descriptors, and the derivatives by the sums."""
+        shape = self.shape
+        A = center.shape[0]
+        c_r, c_a = (_by_center(parameters[name], center) for name in ("c_radial", "c_angular"))  # (A, n, T k)
+        s_r = torch.bmm(c_r, radial[..., None]).squeeze(2)  # (A, n)
+        s_a = torch.bmm(c_a, angular).permute(2, 0, 1)  # (b, A, n)
+        q_a = invariants.invariants(s_a, shape.l_max, shape.switches, self.monomials)  # (blocks, A, n)
+        q = torch.cat([s_r, q_a.permute(1, 0, 2).reshape(A, -1)], dim=1)
+        if temperature is not None:
+            q = torch.cat([q, temperature[:, None]], dim=1)
+        q = q * q_scaler
+        energies, slope = _networks(parameters, q, center[:, :1] * 0.0 + 1.0 if self.one_network else center)
         slope = slope * q_scaler
         n_r, n_a = c_r.shape[1], c_a.shape[1]
         by_s_r = slope[:, :n_r]
@@ -113,8 +148,7 @@ class BySums(_Base):
         by_s_a = invariants.gradient(s_a, by_q_a, shape.l_max, shape.switches, self.monomials)  # (b, A, n)
         by_radial = torch.bmm(c_r.transpose(1, 2), by_s_r[..., None]).squeeze(2)  # (A, T k)
         by_angular = torch.bmm(c_a.transpose(1, 2), by_s_a.permute(1, 2, 0))  # (A, T k, b)
-        f, virial = PairForces.apply(by_radial, by_angular, g, arrays.frame, n_frames)
-        return Found(energies, q, f, virial)
+        return energies, q, by_radial, by_angular
 
 
 class ByForm(_Base):

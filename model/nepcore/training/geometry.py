@@ -7,6 +7,7 @@ the gradient of a loss by W is the same map the other way round. Nothing else of
 
 from __future__ import annotations
 
+from collections.abc import Callable  # noqa: TC003 - of a NamedTuple
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -109,23 +110,33 @@ def geometry_of(
     return Geometry(slots, of_type, df.permute(1, 2, 0).contiguous(), table, y, turn, radial, angular)
 
 
+class PairMap(NamedTuple):
+    """The linear map from derivatives by the sums to forces and virials, and the same map the other way round."""
+
+    forces: Callable[[Geometry, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    spread: Callable[[Geometry, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class PairForces(torch.autograd.Function):
     """Forces and virials of the derivatives by the sums."""
 
     @staticmethod
-    def forward(ctx, radial: Tensor, angular: Tensor, geometry: Geometry, frame: Tensor, n_frames: int):  # type: ignore[no-untyped-def]
+    def forward(ctx, radial: Tensor, angular: Tensor, geometry: Geometry, frame: Tensor, n_frames: int, by: PairMap):  # type: ignore[no-untyped-def]
         """∂E/∂M (A, T k) and (A, T k, b) → forces (A, 3), eV/Å, and virials (B, 9), eV."""
-        ctx.geometry, ctx.frame = geometry, frame
-        return _forces(geometry, radial, angular, frame, n_frames)
+        ctx.geometry, ctx.frame, ctx.by = geometry, frame, by
+        return by.forces(geometry, radial, angular, frame, n_frames)
 
     @staticmethod
     def backward(ctx, by_forces: Tensor, by_virial: Tensor):  # type: ignore[no-untyped-def]
         """The same map the other way round."""
-        radial, angular = _spread(ctx.geometry, by_forces, by_virial, ctx.frame)
-        return radial, angular, None, None, None
+        radial, angular = ctx.by.spread(ctx.geometry, by_forces, by_virial, ctx.frame)
+        return radial, angular, None, None, None, None
 
 
-def _forces(geometry: Geometry, radial: Tensor, angular: Tensor, frame: Tensor, n_frames: int) -> tuple[Tensor, Tensor]:
+def forces_of(
+    geometry: Geometry, radial: Tensor, angular: Tensor, frame: Tensor, n_frames: int
+) -> tuple[Tensor, Tensor]:
+    """∂E/∂M (A, T k) and (A, T k, b) → forces (A, 3), eV/Å, and virials (B, 9), eV."""
     slots = geometry.slots
     A, T, _ = geometry.of_type.shape
     v = geometry.y.shape[1]
@@ -148,7 +159,8 @@ def virial_of(push: Tensor, slots: Slots, frame: Tensor, n_frames: int) -> Tenso
     return torch.zeros((n_frames, 9), dtype=own.dtype, device=own.device).index_add(0, frame, own, alpha=-1.0)
 
 
-def _spread(geometry: Geometry, by_forces: Tensor, by_virial: Tensor, frame: Tensor) -> tuple[Tensor, Tensor]:
+def spread_of(geometry: Geometry, by_forces: Tensor, by_virial: Tensor, frame: Tensor) -> tuple[Tensor, Tensor]:
+    """Derivatives by forces (A, 3) and virials (B, 9) → derivatives by ∂E/∂M."""
     slots = geometry.slots
     A = len(frame)
     v = geometry.y.shape[1]

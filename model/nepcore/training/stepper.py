@@ -38,6 +38,8 @@ OFFSET_MEMORY = 256.0
 
 MOST_GRAPHS = 48
 
+_SKIPPED = torch.tensor([0.0] * 10 + [1.0], dtype=torch.float64)
+
 
 @dataclass(eq=False)
 class State:
@@ -115,12 +117,9 @@ class Stepper:
         self.group = Group() if group is None else group
         device, dtype = state.vector.device, state.vector.dtype
         self.device = device
-        self.forward: Forward = make(backend, model, dtype, device)
-        self._prepare, self._evaluate, self._sums = self.forward.prepare, self.forward.__call__, loss.sums
-        if compiled:
-            # Sizes come in a few steps; code for every size would be slower than code for one.
-            self._prepare = torch.compile(self.forward.prepare, dynamic=False)
-            self._evaluate = torch.compile(self.forward.__call__, dynamic=False)
+        self.forward: Forward = make(backend, model, dtype, device, compiled=compiled)
+        self._update = torch.compile(self._updated, dynamic=False) if compiled else self._updated
+        self._skipped = _SKIPPED.to(device)
         self.decay = layout.decayed(dtype).to(device) * settings.weight_decay
         self.lr = torch.zeros((), dtype=torch.float64, device=device)
         self.lambdas = torch.zeros(3, dtype=torch.float64, device=device)
@@ -157,7 +156,7 @@ class Stepper:
         with torch.no_grad():
             arrays = arrays.to(self.device)
             parameters = self.layout.views(self.state.vector)
-            return self._evaluate(parameters, self.q_scaler, arrays, self._prepare(arrays, widths))
+            return self.forward(parameters, self.q_scaler, arrays, self.forward.prepare(arrays, widths))
 
     def gradient(self, parts: Sequence[Part], labels: Sequence[float]) -> Tensor:
         """Gradient of the loss of a batch without regularisation, (N,)."""
@@ -172,9 +171,9 @@ class Stepper:
 
     def _compute(self, arrays: Arrays, widths: tuple[int, int], vector: Tensor, *, forces: bool = True) -> loss.Sums:
         with torch.no_grad():
-            prepared = self._prepare(arrays, widths)
-        found = self._evaluate(self.layout.views(vector), self.q_scaler, arrays, prepared, forces)
-        return self._sums(arrays, found, self.state.bias, self.settings.lambda_shear)
+            prepared = self.forward.prepare(arrays, widths)
+        found = self.forward(self.layout.views(vector), self.q_scaler, arrays, prepared, forces)
+        return loss.sums(arrays, found, self.state.bias, self.settings.lambda_shear)
 
     def _gradient(self, parts: Sequence[Part]) -> tuple[Tensor, loss.Sums]:
         form = self.settings.loss
@@ -217,36 +216,45 @@ class Stepper:
         return loss.Sums(*torch.split(flat, [3, 3, 3, 2]))
 
     def _apply(self, gradient: Tensor, found: loss.Sums) -> None:
-        s, state, dtype = self.settings, self.state, self.state.vector.dtype
-        vector = state.vector
+        state = self.state
+        old = (state.vector, state.first, state.second, state.count, state.bias, state.totals)
+        new = self._update(gradient, *found, self.labels, self.lambdas, self.lr, self.decay, *old)
+        for tensor, value in zip(old, new, strict=True):
+            tensor.copy_(value)
+
+    def _updated(
+        self, gradient: Tensor, weighted: Tensor, plain: Tensor, counted: Tensor, offset: Tensor, labels: Tensor,
+        lambdas: Tensor, lr: Tensor, decay: Tensor, vector: Tensor, first: Tensor, second: Tensor, count: Tensor,
+        bias: Tensor, totals: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The state after a step; the same as before where anything is not finite."""
+        s, dtype = self.settings, vector.dtype
         l1, l2, slope = loss.regularisation(vector, s.lambda_1, s.lambda_2)
-        total = loss.terms(found.weighted, self.labels, self.lambdas, s.loss).sum() + l1 + l2
+        total = loss.terms(weighted, labels, lambdas, s.loss).sum() + l1 + l2
         if s.lambda_1 or s.lambda_2:
             gradient = gradient + slope
         norm = torch.linalg.vector_norm(gradient)
         good = torch.isfinite(norm) & torch.isfinite(total)
         if s.max_grad_norm > 0.0:
             gradient = gradient * (s.max_grad_norm / norm.clamp(min=s.max_grad_norm))
-        first = torch.lerp(state.first, gradient, 1.0 - BETAS[0])
-        second = torch.lerp(state.second, gradient * gradient, 1.0 - BETAS[1])
-        count = state.count + 1.0
-        size = (self.lr / (1.0 - BETAS[0] ** count)).to(dtype)
-        root = torch.sqrt(second) / torch.sqrt(1.0 - BETAS[1] ** count).to(dtype) + EPSILON
-        moved = vector - size * first / root - self.lr.to(dtype) * self.decay * vector
-        share = self.labels[0] / (self.labels[0] + OFFSET_MEMORY)
-        bias = state.bias + share * found.offset[0] / found.offset[1].clamp(min=1e-300)
-        bias = torch.where(found.offset[1] > 0.0, bias, state.bias)
+        new_first = torch.lerp(first, gradient, 1.0 - BETAS[0])
+        new_second = torch.lerp(second, gradient * gradient, 1.0 - BETAS[1])
+        new_count = count + 1.0
+        size = (lr / (1.0 - BETAS[0] ** new_count)).to(dtype)
+        root = torch.sqrt(new_second) / torch.sqrt(1.0 - BETAS[1] ** new_count).to(dtype) + EPSILON
+        moved = vector - size * new_first / root - lr.to(dtype) * decay * vector
+        share = labels[0] / (labels[0] + OFFSET_MEMORY)
+        new_bias = bias + share * offset[0] / offset[1].clamp(min=1e-300)
+        new_bias = torch.where(offset[1] > 0.0, new_bias, bias)
         none = torch.zeros_like(total)
-        row = torch.cat([
-            torch.stack([total, l1.to(torch.float64), l2.to(torch.float64)]), found.plain, found.labels,
-            torch.stack([none + 1.0, none, none]),
+        added = torch.cat([
+            torch.stack([total, l1.to(torch.float64), l2.to(torch.float64)]), plain, counted,
+            torch.stack([none + 1.0, none]),
         ])  # fmt: skip
-        for old, new in ((vector, moved), (state.first, first), (state.second, second), (state.count, count),
-                         (state.bias, bias), (state.totals[:10], state.totals[:10] + row[:10])):  # fmt: skip
-            old.copy_(torch.where(good, new, old))
         bad = (~good).to(torch.float64)
-        state.totals[10].add_(bad)
-        state.totals[11].copy_(bad)
+        sums = torch.where(good, totals[:11] + added, totals[:11] + bad * self._skipped)
+        pairs = ((vector, moved), (first, new_first), (second, new_second), (count, new_count), (bias, new_bias))
+        return *(torch.where(good, new, old) for old, new in pairs), torch.cat([sums, bad[None]])
 
     def _replay(self, arrays: Arrays, widths: tuple[int, int]) -> None:
         key = (arrays.rows, widths)
