@@ -137,7 +137,7 @@ def _terms(s: Tensor, factors: Tensor, indices: Tensor) -> Tensor:
     """Values of all monomials of a table, (monomials, ...)."""
     value = factors.reshape(-1, *[1] * (s.ndim - 1))
     for index in indices:
-        value = value * s[index]
+        value = value * s.index_select(0, index)
     return value
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from nepcore.structures import ragged_arange
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -159,8 +161,7 @@ def assemble(data: Dataset, frames: NDArray[np.int64], *, pin: bool = False, pad
         out[P:] = 0
         return out
 
-    atoms = np.concatenate([np.arange(a, a + n) for a, n in zip(starts.tolist(), counts.tolist(), strict=True)] or
-                           [np.zeros(0, np.int64)])  # fmt: skip
+    atoms = ragged_arange(starts, counts)
 
     def of_atoms(source: NDArray[np.generic], kind: torch.dtype) -> Tensor:
         out = new(rows[1], source.shape[1:], kind)

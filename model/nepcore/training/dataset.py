@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
@@ -193,6 +194,16 @@ class Dataset:
     def work(self) -> NDArray[np.float64]:
         """What each frame costs, about, (B,): pairs, and atoms at the price of some pairs."""
         return np.diff(self.first_pair) + 20.0 * self.counts
+
+    @cached_property
+    def widest(self) -> NDArray[np.int64]:
+        """Most neighbours of an atom of each frame within the radial and the angular cutoff, (B, 2)."""
+        found = np.zeros((len(self), 2), np.int64)
+        some = self.counts > 0
+        for column, neighbors in enumerate((self.radial, self.angular)):
+            if some.any():
+                found[some, column] = np.maximum.reduceat(neighbors, self.offsets[:-1][some])
+        return found
 
     def name(self, frame: int) -> str:
         """File and number of a frame, for messages."""

@@ -48,7 +48,9 @@ def sums(arrays: Arrays, found: Found, bias: Tensor, shear: float) -> Sums:
     e = (total / arrays.atoms - bias - arrays.energy) * arrays.has_energy
     e2 = e * e
     f2 = (found.forces - arrays.forces).square().sum(dim=1)
-    virial = found.virial.view(B, 3, 3)[:, SIX[0], SIX[1]] / arrays.atoms[:, None].to(found.virial.dtype)
+    # Column by column: a list of indices would be copied to the device at every step.
+    virial = torch.stack([found.virial[:, 3 * row + column] for row, column in zip(*SIX, strict=True)], dim=1)
+    virial = virial / arrays.atoms[:, None].to(virial.dtype)
     v2 = (virial - arrays.virial).square()
     straight, off = v2[:, :3].sum(dim=1), v2[:, 3:].sum(dim=1)
 

@@ -189,10 +189,12 @@ def solve_offset(stepper: Stepper, data: Dataset, group: Group) -> None:
 
 
 def pieces(data: Dataset, frames: NDArray[np.int64], stepper: Stepper) -> Iterator[Part]:
-    """Frames in pieces that fit the memory."""
-    for piece in cut(data, frames, stepper):
-        arrays = assemble(data, piece)
-        yield arrays, widths(arrays, pad=False)
+    """Frames in pieces of about a batch: memory does not grow with the number of frames."""
+    size = max(stepper.settings.batch, 8)
+    for start in range(0, len(frames), size):
+        for piece in cut(data, frames[start : start + size], stepper):
+            arrays = assemble(data, piece)
+            yield arrays, widths(arrays, pad=False)
 
 
 def cut(data: Dataset, frames: NDArray[np.int64], stepper: Stepper) -> list[NDArray[np.int64]]:
@@ -203,8 +205,7 @@ def cut(data: Dataset, frames: NDArray[np.int64], stepper: Stepper) -> list[NDAr
     n = data.counts[frames]
     if not len(n):
         return []
-    w = _widest(data.radial, data, frames)
-    v = _widest(data.angular, data, frames)
+    w, v = np.maximum(data.widest[frames], 1).T
     numbers = w * (6 * k_r + 2 * T + 20) + v * (6 * T * k_a + 14 * b) + T * k_a * b * 4
     cost = n * numbers * data.vectors.element_size()
     if stepper.device.type == "cuda":
@@ -229,12 +230,6 @@ def label_counts(frames: Frames) -> NDArray[np.float64]:
     energies = np.isfinite(frames.energy).astype(np.float64)
     virials = np.isfinite(frames.virial).all(axis=(1, 2)).astype(np.float64)
     return np.stack([energies, 3.0 * forces, 6.0 * virials], axis=1)
-
-
-def _widest(neighbors: NDArray[np.int64], data: Dataset, frames: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Most neighbours of an atom of each frame."""
-    return np.array([int(neighbors[a:b].max(initial=1)) for a, b in
-                     zip(data.offsets[frames].tolist(), data.offsets[frames + 1].tolist(), strict=True)])  # fmt: skip
 
 
 def _symbols(frames: Frames) -> list[str]:

@@ -17,7 +17,7 @@ from .distributed import Group
 from .forward import SUMS, make
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -126,7 +126,9 @@ class Stepper:
         self.labels = torch.zeros(3, dtype=torch.float64, device=device)
         self._graphs: dict[Any, _Captured] = {}
         self._capturing = graphs and device.type == "cuda" and self.group.size == 1
+        self._evaluations: dict[Any, tuple[_Captured, loss.Sums]] = {}
         self._pool: Any = None
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def set(self, lr: float, lambdas: Sequence[float]) -> None:
         """Learning rate and weights of the loss from now on."""
@@ -144,12 +146,19 @@ class Stepper:
         if self._capturing and len(parts) == 1:
             self._replay(*parts[0])
             return
-        self._apply(*self._gradient([(arrays.to(self.device), w) for arrays, w in parts]))
+        self._apply(*self._gradient([(self._uploaded(arrays), w) for arrays, w in parts]))
 
     def errors(self, arrays: Arrays, widths: tuple[int, int], *, forces: bool = True) -> loss.Sums:
         """Sums of a batch, without gradient."""
+        if (
+            self._capturing
+            and forces
+            and arrays.blob.is_pinned()
+            and (found := self._replayed_errors(arrays, widths)) is not None
+        ):
+            return found
         with torch.no_grad():
-            return self._compute(arrays.to(self.device), widths, self.state.vector, forces=forces)
+            return self._compute(self._uploaded(arrays), widths, self.state.vector, forces=forces)
 
     def found(self, arrays: Arrays, widths: tuple[int, int]) -> Any:
         """Predictions of a batch, without gradient; see :class:`nepcore.training.forward.Found`."""
@@ -256,18 +265,49 @@ class Stepper:
         pairs = ((vector, moved), (first, new_first), (second, new_second), (count, new_count), (bias, new_bias))
         return *(torch.where(good, new, old) for old, new in pairs), torch.cat([sums, bad[None]])
 
+    def _uploaded(self, arrays: Arrays) -> Arrays:
+        """Arrays on the device; they go there while the step before computes."""
+        if self._copies is None or not arrays.blob.is_pinned():
+            return arrays.to(self.device)
+        now = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._copies):
+            blob = arrays.blob.to(self.device, non_blocking=True)
+        now.wait_stream(self._copies)
+        blob.record_stream(now)
+        return arrays.at(blob)
+
     def _replay(self, arrays: Arrays, widths: tuple[int, int]) -> None:
         key = (arrays.rows, widths)
         found = self._graphs.get(key)
         if found is None:
             if len(self._graphs) >= MOST_GRAPHS:
-                self._apply(*self._gradient([(arrays.to(self.device), widths)]))
+                self._apply(*self._gradient([(self._uploaded(arrays), widths)]))
                 return
-            found = self._graphs[key] = self._capture(arrays, widths)
-        found.arrays.blob.copy_(arrays.blob, non_blocking=True)
+
+            def whole(static: Arrays) -> None:
+                self._apply(*self._gradient([(static, widths)]))
+
+            found = self._graphs[key] = self._capture(arrays, whole)[0]
+        found.arrays.blob.copy_(self._uploaded(arrays).blob)
         found.graph.replay()
 
-    def _capture(self, arrays: Arrays, widths: tuple[int, int]) -> _Captured:
+    def _replayed_errors(self, arrays: Arrays, widths: tuple[int, int]) -> loss.Sums | None:
+        key = (arrays.rows, widths)
+        if key not in self._evaluations:
+            if len(self._evaluations) >= MOST_GRAPHS:
+                return None
+
+            @torch.no_grad()
+            def whole(static: Arrays) -> loss.Sums:
+                return self._compute(static, widths, self.state.vector)
+
+            self._evaluations[key] = self._capture(arrays, whole)
+        captured, out = self._evaluations[key]
+        captured.arrays.blob.copy_(self._uploaded(arrays).blob)
+        captured.graph.replay()
+        return loss.Sums(*(t.clone() for t in out))
+
+    def _capture(self, arrays: Arrays, work: Callable[[Arrays], Any]) -> tuple[_Captured, Any]:
         device = self.device
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -278,13 +318,14 @@ class Stepper:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(2):
-                self._apply(*self._gradient([(static, widths)]))
+                work(static)
             self.state.restore(kept)
         torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._apply(*self._gradient([(static, widths)]))
-        return _Captured(graph, static)
+            out = work(static)
+        return _Captured(graph, static), out
 
 
 @dataclass(frozen=True, eq=False)

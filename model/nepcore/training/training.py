@@ -142,6 +142,10 @@ class Training:
         self._data = data_of(chosen(train, self._owned), begun, in_memory)
         valid_owned = self._valid_plan.owned(self.group.rank, self.group.size)
         self._valid = data_of(chosen(valid, valid_owned), begun, in_memory)
+        self._valid_batches = [
+            np.searchsorted(valid_owned, self._valid_plan.share(batch, self.group.rank, self.group.size))
+            for batch in self._valid_plan.epoch(0)
+        ]
         self._labels = label_counts(train)
         self._n_valid = len(valid)
         most = most_neighbors((self._data, self._valid), self.group, self.device)
@@ -334,7 +338,9 @@ class Training:
             return None, None
         total = torch.zeros(9, dtype=torch.float64, device=self.device)
         cuda = self.device.type == "cuda"
-        shares = cut(self._valid, np.arange(len(self._valid)), self._stepper)
+        shares = []
+        for batch in self._valid_batches:
+            shares += cut(self._valid, batch, self._stepper)
         for arrays, w, _ in stream(self._valid, shares, pin=cuda, pad=cuda, ahead=2 if cuda else 0):
             found = self._stepper.errors(arrays, w)
             total += torch.cat([found.weighted, found.plain, found.labels])
