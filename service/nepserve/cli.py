@@ -227,11 +227,11 @@ def predict(
 
 def _check_server(url: str, api_key: str | None) -> None:
     """Refuse an address or a key that no server can have, before a file is opened."""
-    from .client.address import parse_address
     from .client.options import check_key
+    from .client.replicas import Replicas
 
     try:
-        parse_address(url)
+        Replicas(url)
         check_key(api_key)
     except ValueError as error:
         _fail(str(error), WRONG)

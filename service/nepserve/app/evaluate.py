@@ -163,6 +163,8 @@ class Evaluate:
         headers: Headers = [(b"content-type", media_type.encode()), (b"content-length", b"%d" % len(body))]
         if answer is not None:
             headers += _timings(answer)
+            # Clients of several servers go by it.
+            headers.append((b"x-queue-atoms", b"%d" % self.service.dispatcher.waiting.atoms))
         return 200, headers, body
 
     def _learn(self, content_type: str, sent: int, atoms: int) -> None:

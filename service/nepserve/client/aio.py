@@ -14,8 +14,7 @@ import httpx
 from nepcore.structures import DEFAULT_PROPERTIES, Predictions
 
 from . import answers, bodies
-from .address import parse_address
-from .connection import Answer
+from .connection import KEEP_ALIVE, Answer
 from .errors import (
     ConnectionFailed,
     InvalidAnswer,
@@ -38,22 +37,26 @@ from .options import (
     new_request_id,
     tls_context,
 )
+from .replicas import Course, Replica, Replicas, Servers
 from .retry import Attempts, Retry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping
+    import ssl
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
 
     from nepcore.structures import Prediction, Structures
 
+    from .address import Address
     from .bodies import OnError, StructureLike
 
 IN_FLIGHT = 4
-"""Bodies of one ``evaluate_many`` under way together."""
+"""Bodies of one ``evaluate_many`` under way together at each server."""
 
 _CONNECT_SECONDS = 10.0
+_MOVE_SECONDS = 3.0
 
 
 class AsyncClient:
@@ -65,7 +68,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        url: str,
+        url: Servers | Sequence[str],
         *,
         model: str | None = None,
         api_key: str | None = None,
@@ -76,26 +79,33 @@ class AsyncClient:
         verify: bool | str | os.PathLike[str] = True,
     ) -> None:
         """Prepare a client; nothing is sent yet. See :class:`nepserve.client.Client` for the arguments."""
-        self._address = parse_address(url)
-        self.url = self._address.text
+        self._replicas = Replicas(url)
+        self.url = self._replicas.text
         self.model_name = model
         self.timeout = check_timeout(timeout)
         self.retries = Retry(limit=retries) if isinstance(retries, int) else retries
         self.dtype = check_dtype(dtype)
         self.priority = check_priority(priority)
         self._verify = verify if isinstance(verify, bool) else os.fspath(verify)
-        self._tls = tls_context(self._address, self._verify)
         self._key = check_key(api_key)
-        self._reached = False
-        self._http: httpx.AsyncClient | None = None
+        self._tls: ssl.SSLContext | None = None
+        for replica in self._replicas.members:
+            self._context(replica.address)
+        self._http: dict[Address, httpx.AsyncClient] = {}
         self._home: tuple[int, asyncio.AbstractEventLoop] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_http": None, "_home": None, "_tls": None, "_reached": False}
+        return {**self.__dict__, "_http": {}, "_home": None, "_tls": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._tls = tls_context(self._address, self._verify)
+        for replica in self._replicas.members:
+            self._context(replica.address)
+
+    def _context(self, address: Address) -> ssl.SSLContext | None:
+        if address.tls and self._tls is None:
+            self._tls = tls_context(address, self._verify)
+        return self._tls if address.tls else None
 
     def __repr__(self) -> str:
         model = "" if self.model_name is None else f", model={self.model_name!r}"
@@ -111,9 +121,10 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connections. A later call opens a new one."""
-        http, self._http = self._http, None
-        if http is not None and self._home == (os.getpid(), asyncio.get_running_loop()):
-            await http.aclose()
+        clients, self._http = self._http, {}
+        if self._home == (os.getpid(), asyncio.get_running_loop()):
+            for http in clients.values():
+                await http.aclose()
 
     async def evaluate(
         self,
@@ -128,9 +139,9 @@ class AsyncClient:
         block = bodies.gather_one(structure)
         body = bodies.request_body(block, names, model or self.model_name, self.dtype, single=True)
         seconds = self.timeout if timeout is None else check_timeout(timeout)
-        answer, request_id = await self._post(body, self.priority, seconds)
-        found = answers.read_answer(answer, block, names, url=self.url, request_id=request_id)
-        return answers.one_result(found, names, url=self.url, request_id=request_id)
+        answer, request_id, url = await self._post(body, self.priority, seconds, block.n_atoms)
+        found = answers.read_answer(answer, block, names, url=url, request_id=request_id)
+        return answers.one_result(found, names, url=url, request_id=request_id)
 
     async def evaluate_many(
         self,
@@ -163,8 +174,8 @@ class AsyncClient:
             body = bodies.request_body(block, names, model or self.model_name, self.dtype)
             began = time.monotonic()
             try:
-                answer, request_id = await self._post(body, priority, seconds)
-                found = answers.read_answer(answer, block, names, url=self.url, request_id=request_id)
+                answer, request_id, url = await self._post(body, priority, seconds, block.n_atoms)
+                found = answers.read_answer(answer, block, names, url=url, request_id=request_id)
             except NepserveError as error:
                 if bodies.cuts(error, last - first):
                     middle = (first + last) // 2
@@ -179,7 +190,7 @@ class AsyncClient:
                 return
             pace.note(block.n_atoms, time.monotonic() - began)
             errors = {work.index(first + i): error for i, error in found.errors.items()}
-            answers.raise_first(errors, on_error, self.url, request_id)
+            answers.raise_first(errors, on_error, url, request_id)
             done[first] = found
 
         async def work_off() -> None:
@@ -197,7 +208,7 @@ class AsyncClient:
                 if progress is not None:
                     progress(finished, len(work.counts))
 
-        await _together([work_off() for _ in range(IN_FLIGHT)])
+        await _together([work_off() for _ in range(IN_FLIGHT * max(len(self._replicas), 1))])
         return bodies.join(work, [done[k] for k in sorted(done)], names, self.dtype)
 
     async def models(self) -> list[dict[str, Any]]:
@@ -210,9 +221,15 @@ class AsyncClient:
         return found
 
     async def status(self) -> dict[str, Any]:
-        """Queue, speed and limits of the server."""
+        """Queue, speed and limits of the server; of several, of one of them."""
         found: dict[str, Any] = await self._get("/v1/status")
         return found
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What is known of each server; see :meth:`nepserve.client.Client.replicas`."""
+        now = time.monotonic()
+        self._replicas.refresh(now)
+        return self._replicas.describe(now)
 
     async def version(self) -> dict[str, Any]:
         """Versions of the server and of what it runs on."""
@@ -241,15 +258,33 @@ class AsyncClient:
             await asyncio.sleep(pause)
 
     async def _not_ready(self, timeout: float) -> str | None:
-        answer, _ = await self._call("GET", "/readyz", {}, b"", timeout, Retry(limit=0), any_status=True)
-        return answers.not_ready(answer, url=self.url)
+        self._replicas.refresh(time.monotonic())
+        if not self._replicas.several:
+            return await self._one_not_ready(None, timeout)
+        reasons = []
+        for replica in self._replicas.members:
+            try:
+                reason = await self._one_not_ready(replica, timeout)
+            except (ConnectionFailed, Timeout) as error:
+                reason = str(error)
+            if reason is None:
+                return None
+            reasons.append(reason)
+        return "; ".join(reasons) or str(self._replicas.nowhere())
+
+    async def _one_not_ready(self, replica: Replica | None, timeout: float) -> str | None:
+        once = Retry(limit=0)
+        answer, _, url = await self._call("GET", "/readyz", {}, b"", timeout, once, any_status=True, to=replica)
+        return answers.not_ready(answer, url=url)
 
     async def _get(self, path: str) -> Any:
-        answer, _ = await self._call("GET", path, {"Accept": "application/json"}, b"", self.timeout, self.retries)
-        return answers.read_json(answer, url=self.url, path=path)
+        accept = {"Accept": "application/json"}
+        answer, _, url = await self._call("GET", path, accept, b"", self.timeout, self.retries)
+        return answers.read_json(answer, url=url, path=path)
 
-    async def _post(self, body: bytes, priority: str | None, timeout: float) -> tuple[Answer, str]:
-        return await self._call("POST", "/v1/evaluate", answers.post_headers(priority), body, timeout, self.retries)
+    async def _post(self, body: bytes, priority: str | None, timeout: float, atoms: int) -> tuple[Answer, str, str]:
+        headers = answers.post_headers(priority)
+        return await self._call("POST", "/v1/evaluate", headers, body, timeout, self.retries, atoms=atoms)
 
     async def _call(
         self,
@@ -261,53 +296,61 @@ class AsyncClient:
         retries: Retry,
         *,
         any_status: bool = False,
-    ) -> tuple[Answer, str]:
-        """The answer to a request and the request's id, sending it as often as it takes."""
+        atoms: int = 0,
+        to: Replica | None = None,
+    ) -> tuple[Answer, str, str]:
+        """The answer to a request, the request's id, and who answered; it is sent as often as it takes."""
         request_id = new_request_id()
-        attempts = Attempts(retries, time.monotonic(), timeout)
+        course = Course(self._replicas, Attempts(retries, time.monotonic(), timeout), atoms, to)
         sent = {**headers, "X-Request-Id": request_id}
-        while True:
-            left = attempts.left(time.monotonic())
-            sent["X-Request-Timeout"] = f"{max(left, 0.001):.3f}"
-            try:
-                answer = await _within(max(left, 0.001), self._once(method, path, sent, body))
-            except asyncio.TimeoutError as fault:
-                raise late(url=self.url, request_id=request_id, seconds=timeout) from fault
-            except httpx.HTTPError as fault:
-                await self._pause(attempts, fault, request_id, len(body))
-                continue
-            self._reached = True
-            if answer.status == 200 or any_status:
-                return answer, request_id
-            refusal = from_answer(
-                answer.status, answer.headers, bytes(answer.body), url=self.url, path=path, request_id=request_id
-            )
-            if not isinstance(refusal, Overloaded):
-                raise refusal
-            now = time.monotonic()
-            wait = attempts.again(now, retry_after=refusal.retry_after)
-            if wait is None:
-                raise give_up(refusal, attempts.repeated + 1, now - attempts.started)
-            await asyncio.sleep(wait)
+        try:
+            while True:
+                left = course.attempts.left(time.monotonic())
+                sent["X-Request-Timeout"] = f"{max(left, 0.001):.3f}"
+                try:
+                    answer = await _within(max(left, 0.001), self._once(method, path, sent, body, course))
+                except asyncio.TimeoutError as fault:
+                    course.timed_out(time.monotonic())
+                    raise late(url=course.url, request_id=request_id, seconds=timeout) from fault
+                except (httpx.HTTPError, OSError) as fault:
+                    await self._pause(course, fault, request_id, len(body))
+                    continue
+                course.arrived(time.monotonic(), answer.headers.get)
+                if answer.status == 200 or any_status:
+                    return answer, request_id, course.url
+                refusal = from_answer(
+                    answer.status, answer.headers, bytes(answer.body), url=course.url, path=path, request_id=request_id
+                )
+                if not isinstance(refusal, Overloaded):
+                    raise refusal
+                now = time.monotonic()
+                wait = course.refused(now, answer.status, refusal.retry_after)
+                if wait is None:
+                    raise give_up(refusal, course.attempts.repeated + 1, now - course.attempts.started)
+                await asyncio.sleep(wait)
+        finally:
+            course.left()
 
-    async def _once(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        response = await self._connected().request(
-            method, self._address.base + path, headers=dict(headers), content=body or None
+    async def _once(self, method: str, path: str, headers: Mapping[str, str], body: bytes, course: Course) -> Answer:
+        address = course.go(time.monotonic()).address
+        response = await self._connected(address, course.may_move).request(
+            method, address.base + path, headers=dict(headers), content=body or None
         )
         return Answer(response.status_code, response.headers, response.content)
 
-    async def _pause(self, attempts: Attempts, error: httpx.HTTPError, request_id: str, size: int) -> None:
+    async def _pause(self, course: Course, error: httpx.HTTPError | OSError, request_id: str, size: int) -> None:
         """Wait before the next attempt after a connection failed, or give up."""
+        attempts = course.attempts
         cut = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError)) and not isinstance(
             error, httpx.ConnectError
         )
-        if not isinstance(error, httpx.TransportError) or (
+        if not isinstance(error, (httpx.TransportError, OSError)) or (
             # The one class stands for connections that end early and for what is no HTTP at all.
             isinstance(error, httpx.RemoteProtocolError) and not re.search("disconnected|closed connection", str(error))
         ):
             raise InvalidAnswer(
-                f"{self.url} does not speak HTTP: {error}. Is the address right, and is it http or https?",
-                url=self.url, request_id=request_id,
+                f"{course.url} does not speak HTTP: {error}. Is the address right, and is it http or https?",
+                url=course.url, request_id=request_id,
             ) from error  # fmt: skip
         if cut and not attempts.renewed:
             # A kept connection that the server closed just as it was used looks the same: nobody's fault.
@@ -315,34 +358,38 @@ class AsyncClient:
             return
         now = time.monotonic()
         cause = _system_error(error)
-        wait = None if hopeless(cause) else attempts.again(now, reached=self._reached, cut=cut)
+        wait = course.failed(now, cut=cut, hopeless=hopeless(cause))
         if wait is None:
             raise unreachable(
-                cause, url=self.url, request_id=request_id, attempts=attempts.repeated + 1,
+                cause, url=course.url, request_id=request_id, attempts=attempts.repeated + 1,
                 seconds=now - attempts.started, size=size,
             ) from error  # fmt: skip
         await asyncio.sleep(wait)
 
-    def _connected(self) -> httpx.AsyncClient:
-        """The HTTP client of the running loop."""
+    def _connected(self, address: Address, may_move: bool) -> httpx.AsyncClient:
+        """The HTTP client of the running loop for a server."""
         home = (os.getpid(), asyncio.get_running_loop())
-        if self._http is None or self._home != home:
+        if self._home != home:
             # Connections of a loop that is gone cannot be closed any more, nor used; its collector has them.
+            self._http = {}
+            self._home = home
+        http = self._http.get(address)
+        if http is None:
             headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
-            self._http = httpx.AsyncClient(
+            http = self._http[address] = httpx.AsyncClient(
                 headers=headers,
                 transport=httpx.AsyncHTTPTransport(
-                    verify=self._tls or False, uds=self._address.socket,
+                    verify=self._context(address) or False, uds=address.socket,
                     limits=httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=60.0),
+                    socket_options=[] if address.socket else KEEP_ALIVE,
                 ),
-                timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+                timeout=httpx.Timeout(None, connect=_MOVE_SECONDS if may_move else _CONNECT_SECONDS),
                 follow_redirects=False,
                 trust_env=False,
             )  # fmt: skip
-            self._home = home
-        return self._http
+        return http
 
 
 def _system_error(error: BaseException) -> OSError:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from nepcore.structures import Prediction
 
+    from .replicas import Servers
+
 
 class NEPCalculator(Calculator):
     """Energies, forces and stresses of a served model, for everything that ASE can do with a calculator.
@@ -73,7 +75,7 @@ class NEPCalculator(Calculator):
 
     def __init__(
         self,
-        url: str | Client,
+        url: Servers | Sequence[str] | Client,
         model: str | None = None,
         *,
         properties: Iterable[str] = DEFAULT_PROPERTIES,
@@ -83,7 +85,7 @@ class NEPCalculator(Calculator):
         """Prepare a calculator; nothing is sent yet.
 
         Args:
-            url: Address of the server (see :class:`nepserve.client.Client`), or a client.
+            url: Address of the server, or of several (see :class:`nepserve.client.Client`), or a client.
             model: Name of the model; None for the client's, or the server's only one.
             properties: What every request asks for. More is fetched when it is needed.
             atoms: An ``Atoms`` to attach the calculator to.

@@ -19,12 +19,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from .address import Address
 
 MAX_HEAD = 65_536
 """Bytes of status line and headers accepted."""
+
+KEEP_ALIVE = tuple(
+    (level, getattr(socket, name), value)
+    for level, name, value in (
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 5),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 2),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 4),
+    )
+    if hasattr(socket, name)
+)
+"""Socket options by which the end of a machine that lost its power or its network is noticed after 13 s, while its
+answer is waited for."""
+
+_UNTAKEN_MS = 13_000
+"""The same while a request is sent. Not for large bodies, which a server may leave untaken while it is busy."""
 
 _JOIN = 262_144
 """Bodies up to this many bytes are copied behind their head, so that one call sends both."""
@@ -83,13 +99,16 @@ class Connection:
         self.keep = True
         """Whether the server will take another request on it."""
         self._rest = bytearray()
+        self._watched = False
         self._socket = open_socket(address, tls, deadline)
 
     @classmethod
     def around(cls, connected: socket.socket) -> Connection:
         """A connection on a socket that is open already."""
         found = cls.__new__(cls)
-        found.__dict__.update(process=os.getpid(), used=False, keep=True, _rest=bytearray(), _socket=connected)
+        found.__dict__.update(
+            process=os.getpid(), used=False, keep=True, _rest=bytearray(), _watched=False, _socket=connected
+        )
         return found
 
     def switch(self, deadline: float) -> tuple[Answer, bytes]:
@@ -112,6 +131,7 @@ class Connection:
         """
         self._socket.settimeout(wait_seconds(deadline))
         try:
+            self._watch_sending(len(body) <= _JOIN)
             if len(body) <= _JOIN:
                 self._socket.sendall(head + body)
             else:
@@ -121,6 +141,11 @@ class Connection:
             self.keep = False
             if not self._answered():
                 raise Broken("the server closed the connection while the request was sent", early=True) from None
+
+    def _watch_sending(self, watch: bool) -> None:
+        if watch != self._watched and hasattr(socket, "TCP_USER_TIMEOUT") and self._socket.family != socket.AF_UNIX:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNTAKEN_MS if watch else 0)
+            self._watched = watch
 
     def _send_watching(self, body: bytes, deadline: float) -> None:
         """Send a large body, but stop when an answer comes before its end: it is refused, and nobody reads the rest."""
@@ -171,6 +196,10 @@ class Connection:
     def ready(self) -> bool:
         """Whether an answer (or the end) has begun to arrive."""
         return bool(self._rest) or _readable(self._socket)
+
+    def fileno(self) -> int:
+        """Number of its socket."""
+        return self._socket.fileno()
 
     @property
     def stale(self) -> bool:
@@ -308,6 +337,27 @@ class Connection:
         return body
 
 
+def first_ready(connections: Sequence[Connection | None]) -> int:
+    """Index of the first whose answer (or end) has begun to arrive, which is waited for a second at most; else 0.
+
+    None stands for a request that could not be sent, which is to be seen to at once.
+    """
+    for k, connection in enumerate(connections):
+        if connection is None or connection.ready:
+            return k
+    if not hasattr(select, "poll"):
+        return 0
+    poll = select.poll()
+    places = {}
+    for k, connection in enumerate(connections):
+        assert connection is not None
+        places[connection.fileno()] = k
+        poll.register(connection.fileno(), select.POLLIN)
+    # An interpreter that waits here takes no longer than this to see that the time of a call is over.
+    found = poll.poll(1000.0)
+    return min((places[number] for number, _ in found), default=0)
+
+
 def open_socket(address: Address, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
     """A connected socket.
 
@@ -329,6 +379,8 @@ def open_socket(address: Address, tls: ssl.SSLContext | None, deadline: float) -
     try:
         # Without it the kernel may hold a small request back until the last answer is acknowledged.
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in KEEP_ALIVE:
+            plain.setsockopt(*option)
         if tls is None:
             return plain
         plain.settimeout(wait_seconds(deadline))

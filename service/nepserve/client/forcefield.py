@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
+    from .replicas import Servers
+
 
 @dataclass(frozen=True, eq=False)
 class Forces:
@@ -179,7 +181,7 @@ def evaluator(
     return InSession(client, z, directions, model, temperature, per_atom)
 
 
-def as_client(url: str | Client, options: dict[str, Any]) -> Client:
+def as_client(url: Servers | Sequence[str] | Client, options: dict[str, Any]) -> Client:
     """A client of ``url`` with ``options``, or the client that was given.
 
     Raises:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from nepcore.structures import DEFAULT_PROPERTIES, Predictions
 
 from . import answers, bodies
-from .address import parse_address
+from .connection import first_ready
 from .errors import ConnectionFailed, NepserveError, StructureRejected, Timeout
 from .exchange import Exchange
 from .options import check_dtype, check_key, check_priority, check_timeout
+from .replicas import Replicas
 from .retry import Retry
 from .ways import parse_steps
 
@@ -27,21 +28,26 @@ if TYPE_CHECKING:
 
     from .bodies import OnError, StructureLike
     from .exchange import Call
+    from .replicas import Replica, Servers
 
 IN_FLIGHT = 3
-"""Bodies of one ``evaluate_many`` under way together: one on the device, one in the queue, one on the road."""
+"""Bodies of one ``evaluate_many`` under way together at each server: one on the device, one in the queue, one on the
+road."""
 
 ONCE = Retry(limit=0)
 
 
 class Client:
-    """A client of one server, for any number of threads.
+    """A client of one server, or of several that serve the same, for any number of threads.
+
+    With several, a request goes to the one with the fewest queued atoms. One that cannot be reached, is not ready or
+    has no room passes the request on to the next, at once and without loss, and is left alone for a while.
 
     Connections are kept and shared; one that the server closed meanwhile is replaced without notice. The client can be
     pickled (its connections stay behind, its key goes along) and used on after a fork.
 
     Attributes:
-        url: Address of the server as it was given.
+        url: Address of the server as it was given; of several with commas between, of a file as ``file:PATH``.
         model_name: Model asked for where a call names none; None for the server's only one.
         timeout: Seconds for one request, repetitions and waits included. It travels with the request, and the server
             drops work whose time is over.
@@ -57,7 +63,7 @@ class Client:
 
     def __init__(
         self,
-        url: str,
+        url: Servers | Sequence[str],
         *,
         model: str | None = None,
         api_key: str | None = None,
@@ -72,7 +78,8 @@ class Client:
 
         Args:
             url: ``http://host:port``, ``https://host`` (with a path in front of the routes if there is one), or
-                ``unix:///path`` for the server's unix socket.
+                ``unix:///path`` for the server's unix socket. Several of them, as a list or with commas between; or
+                a file that names them, one a line, as a path or as ``file:PATH``: it is read again when it changes.
             model: Name of the model; None for the server's only one.
             api_key: Sent as ``Authorization: Bearer``.
             timeout: See the attribute.
@@ -87,15 +94,15 @@ class Client:
         Raises:
             ValueError: An argument that cannot be used.
         """
-        address = parse_address(url)
-        self.url = address.text
+        replicas = Replicas(url)
+        self.url = replicas.text
         self.model_name = model
         self.timeout = check_timeout(timeout)
         self.retries = Retry(limit=retries) if isinstance(retries, int) else retries
         self.dtype = check_dtype(dtype)
         self.priority = check_priority(priority)
         trust = verify if isinstance(verify, bool) else os.fspath(verify)
-        self.exchange = Exchange(address, check_key(api_key), trust)
+        self.exchange = Exchange(replicas, check_key(api_key), trust)
         self.place = parse_steps(steps)
         self.sessions = True
 
@@ -146,10 +153,10 @@ class Client:
         names = bodies.check_properties(properties)
         block = bodies.gather_one(structure)
         body = bodies.request_body(block, names, model or self.model_name, self.dtype, single=True)
-        call = self._post(body, self.priority, timeout)
+        call = self._post(body, self.priority, timeout, block.n_atoms)
         answer = self.exchange.finish(call)
-        found = answers.read_answer(answer, block, names, url=self.url, request_id=call.request_id)
-        return answers.one_result(found, names, url=self.url, request_id=call.request_id)
+        found = answers.read_answer(answer, block, names, url=call.url, request_id=call.request_id)
+        return answers.one_result(found, names, url=call.url, request_id=call.request_id)
 
     def evaluate_many(
         self,
@@ -201,9 +208,17 @@ class Client:
         return found
 
     def status(self) -> dict[str, Any]:
-        """Queue, speed and limits of the server."""
+        """Queue, speed and limits of the server; of several, of one of them."""
         found: dict[str, Any] = self._get("/v1/status")
         return found
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What is known of each server: ``url``, ``load`` (atoms under way or queued there, as far as this client
+        knows), and ``rests`` (s) of one that failed and is left alone meanwhile.
+        """
+        now = time.monotonic()
+        self.exchange.replicas.refresh(now)
+        return self.exchange.replicas.describe(now)
 
     def version(self) -> dict[str, Any]:
         """Versions of the server and of what it runs on."""
@@ -211,14 +226,14 @@ class Client:
         return found
 
     def ready(self, timeout: float = 5.0) -> bool:
-        """Whether the server can evaluate now; False also if nothing answers there."""
+        """Whether the server (of several, any of them) can evaluate now; False also if nothing answers there."""
         try:
             return self._not_ready(check_timeout(timeout)) is None
         except (ConnectionFailed, Timeout):
             return False
 
     def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """Wait for a server that starts, or that is not there yet.
+        """Wait for a server that starts, or that is not there yet; of several, for the first of them.
 
         Raises:
             Timeout: It was not ready in ``timeout`` seconds; the text says what it answered last.
@@ -237,26 +252,47 @@ class Client:
             time.sleep(pause)
 
     def _not_ready(self, timeout: float) -> str | None:
-        call = self.exchange.call("GET", "/readyz", {}, b"", timeout=timeout, retries=ONCE)
-        return answers.not_ready(self.exchange.finish(call, any_status=True), url=self.url)
+        """Why no server is ready; None if one is."""
+        replicas = self.exchange.replicas
+        replicas.refresh(time.monotonic())
+        if not replicas.several:
+            return self._one_not_ready(None, timeout)
+        reasons = []
+        for replica in replicas.members:
+            try:
+                reason = self._one_not_ready(replica, timeout)
+            except (ConnectionFailed, Timeout) as error:
+                reason = str(error)
+            if reason is None:
+                return None
+            reasons.append(reason)
+        return "; ".join(reasons) or str(replicas.nowhere())
+
+    def _one_not_ready(self, replica: Replica | None, timeout: float) -> str | None:
+        call = self.exchange.call("GET", "/readyz", {}, b"", timeout=timeout, retries=ONCE, to=replica)
+        answer = self.exchange.finish(call, any_status=True)
+        return answers.not_ready(answer, url=call.url)
 
     def _get(self, path: str) -> Any:
         headers = {"Accept": "application/json"}
         call = self.exchange.call("GET", path, headers, b"", timeout=self.timeout, retries=self.retries)
-        return answers.read_json(self.exchange.finish(call), url=self.url, path=path)
+        answer = self.exchange.finish(call)
+        return answers.read_json(answer, url=call.url, path=path)
 
-    def _post(self, body: bytes, priority: str | None, timeout: float | None) -> Call:
+    def _post(self, body: bytes, priority: str | None, timeout: float | None, atoms: int) -> Call:
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         return self.exchange.call(
-            "POST", "/v1/evaluate", answers.post_headers(priority), body, timeout=seconds, retries=self.retries
-        )
+            "POST", "/v1/evaluate", answers.post_headers(priority), body, timeout=seconds, retries=self.retries,
+            atoms=atoms,
+        )  # fmt: skip
 
 
 class _Run:
     """The bodies of one ``evaluate_many``.
 
     Several are under way together without any thread: a body is sent, on a connection of its own, before the answer
-    to an earlier one is read. So an interrupt ends it all at once, and errors come in the order of the structures.
+    to an earlier one is read. So an interrupt ends it all at once. With one server, errors come in the order of the
+    structures; with several, answers are taken as they come, so that a slow one does not hold up the others.
     """
 
     def __init__(
@@ -283,32 +319,35 @@ class _Run:
     def results(self, progress: Callable[[int, int], None] | None) -> list[Predictions]:
         """The results of all bodies, in order."""
         offsets, B = self._work.structures.offsets, len(self._work.structures)
-        done: list[Predictions] = []
+        done: dict[int, list[Predictions]] = {}
         finished = len(self._work.rejected)
         under_way: deque[tuple[int, int, Call]] = deque()
+        replicas = self.exchange.replicas
         start = 0
         try:
             while start < B or under_way:
-                while start < B and len(under_way) < IN_FLIGHT:
+                while start < B and len(under_way) < IN_FLIGHT * max(len(replicas), 1):
                     stop = self._pace.stop(offsets, start)
                     under_way.append((start, stop, self._sent(start, stop)))
                     start = stop
+                if len(replicas) > 1:
+                    under_way.rotate(-first_ready([call.connection for _, _, call in under_way]))
                 first, last, call = under_way.popleft()
-                done += self._received(first, last, call)
+                done[first] = self._received(first, last, call)
                 finished += last - first
                 if progress is not None:
                     progress(finished, len(self._work.counts))
         finally:
             for _, _, call in under_way:
-                call.drop()
-        return done
+                call.abandon()
+        return [part for first in sorted(done) for part in done[first]]
 
     def _sent(self, start: int, stop: int) -> Call:
         block = self._work.structures.slice(start, stop)
         body = bodies.request_body(block, self._names, self._model, self._client.dtype)
         call = self.exchange.call(
             "POST", "/v1/evaluate", answers.post_headers(self._priority), body, timeout=self._timeout,
-            retries=self._client.retries,
+            retries=self._client.retries, atoms=block.n_atoms,
         )  # fmt: skip
         self.exchange.begin(call)
         return call
@@ -316,11 +355,11 @@ class _Run:
     def _received(self, start: int, stop: int, call: Call) -> list[Predictions]:
         """Results of structures ``start`` to ``stop`` − 1; in pieces if the body had to be cut."""
         block = self._work.structures.slice(start, stop)
-        url, request_id = self._client.url, call.request_id
+        request_id = call.request_id
         try:
             # While earlier answers were read and handed on, this one may have been waiting at the door.
             answer = self.exchange.finish(call, grace=1.0)
-            found = answers.read_answer(answer, block, self._names, url=url, request_id=request_id)
+            found = answers.read_answer(answer, block, self._names, url=call.url, request_id=request_id)
         except NepserveError as error:
             if bodies.cuts(error, stop - start):
                 middle = (start + stop) // 2
@@ -336,5 +375,5 @@ class _Run:
             return [bodies.failed_block(block, self._names, self._client.dtype, error)]
         self._pace.note(block.n_atoms, time.monotonic() - call.attempts.started)
         errors = {self._work.index(start + i): error for i, error in found.errors.items()}
-        answers.raise_first(errors, self._on_error, url, request_id)
+        answers.raise_first(errors, self._on_error, call.url, request_id)
         return [found]

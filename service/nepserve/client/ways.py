@@ -22,9 +22,10 @@ from nepserve.wire.request import WireError
 from .address import Address
 from .answers import read_json
 from .connection import Answer, Broken, Connection, Garbled, open_socket, wait_seconds
-from .errors import InvalidAnswer, NepserveError, ServerError, from_answer
+from .errors import ConnectionFailed, InvalidAnswer, NepserveError, Overloaded, ServerError, from_answer
 from .exchange import CONNECT_SECONDS, Call
 from .options import USER_AGENT, new_request_id, tls_context
+from .replicas import Course, Replica
 from .retry import Attempts, Retry
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ class Opener:
         self.body = json.dumps(opening).encode()
         self.path: str | None = None
         """Of the session, while it is thought to be there."""
+        self.replica: Replica | None = None
+        """The server that has it."""
 
     def open(self, timeout: float) -> str:
         """The path of the session, opened if need be."""
@@ -123,11 +126,12 @@ class Opener:
                 if error.status in {404, 405} and error.code in {"not_found", "method_not_allowed", ""}:
                     raise Absent from error
                 raise
-            described = read_json(answer, url=client.url, path=PATH)
+            described = read_json(answer, url=call.url, path=PATH)
             id_ = described.get("id") if isinstance(described, dict) else None
             if not isinstance(id_, str) or not id_.isascii() or not id_.replace("-", "").replace("_", "").isalnum():
-                raise InvalidAnswer(f"{client.url}{PATH} answered without the id of a session", url=client.url)
+                raise InvalidAnswer(f"{call.url}{PATH} answered without the id of a session", url=call.url)
             self.path = f"{PATH}/{id_}"
+            self.replica = call.course.last
         return self.path
 
     def close(self) -> None:
@@ -135,7 +139,9 @@ class Opener:
         path, self.path = self.path, None
         if path is not None:
             exchange = self.client.exchange
-            call = exchange.call("DELETE", path, {}, b"", timeout=min(1.0, self.client.timeout), retries=Retry(limit=0))
+            call = exchange.call(
+                "DELETE", path, {}, b"", timeout=min(1.0, self.client.timeout), retries=Retry(limit=0), to=self.replica
+            )
             try:
                 exchange.finish(call, any_status=True)
             except NepserveError:
@@ -154,23 +160,34 @@ class Requests:
     def step(self, body: bytes) -> tuple[frame.Head, bytes | bytearray | memoryview]:
         """See :class:`Way`."""
         client, opener = self._client, self._opener
-        ends = time.monotonic() + client.timeout
+        attempts = Attempts(client.retries, time.monotonic(), client.timeout)
+        ends = attempts.started + client.timeout
+        several = client.exchange.replicas.several
         openings = 0
         while True:
             path = opener.open(max(ends - time.monotonic(), 0.001))
             call = client.exchange.call(
                 "PUT", path + "/positions", self._headers, body, timeout=max(ends - time.monotonic(), 0.001),
-                retries=client.retries,
+                retries=client.retries, to=opener.replica if several else None,
             )  # fmt: skip
             try:
                 answer = client.exchange.finish(call)
+            except (ConnectionFailed, Overloaded) as error:
+                # The positions say all that there is to know: another server can go on with them.
+                cut = isinstance(error, ConnectionFailed)
+                wait = attempts.again(time.monotonic(), cut=cut) if several else None
+                if wait is None:
+                    raise
+                opener.path = None
+                time.sleep(0.0 if cut else wait)
+                continue
             except ServerError as error:
                 openings += 1
                 if error.code != "session_lost" or openings > _OPENINGS:
                     raise
                 opener.path = None
                 continue
-            return _take_apart(answer, client.url)
+            return _take_apart(answer, call.url)
 
     def close(self) -> None:
         """See :class:`Way`."""
@@ -198,17 +215,18 @@ class Stream:
         self._client = client
         self._opening = dict(opening)
         self._opener = Opener(client, opening) if place.kind == "websocket" else None
-        self._address = place.address or client.exchange.address
+        # The socket of frames is one, whatever the client has for the rest.
+        self._home = None if place.address is None else Replica(place.address)
+        self._replica = self._home
         self._wire: _Wire | None = None
         self._process = os.getpid()
 
     def step(self, body: bytes) -> tuple[frame.Head, bytes | bytearray | memoryview]:
         """See :class:`Way`."""
         client = self._client
-        call = Call(
-            "/" + client.place.kind, b"", body, Attempts(client.retries, time.monotonic(), client.timeout),
-            new_request_id(),
-        )  # fmt: skip
+        attempts = Attempts(client.retries, time.monotonic(), client.timeout)
+        course = Course(client.exchange.replicas, attempts, len(body) // 24, self._home)
+        call = Call("GET", "/" + client.place.kind, "", body, course, new_request_id())
         openings = 0
         while True:
             under_way = used = False
@@ -223,7 +241,7 @@ class Stream:
             except Garbled as error:
                 self._drop()
                 raise InvalidAnswer(
-                    f"{self._address.text} does not speak frames: {error}. Is the address right?", url=client.url,
+                    f"{call.url} does not speak frames: {error}. Is the address right?", url=call.url,
                     request_id=call.request_id,
                 ) from error  # fmt: skip
             except OSError as error:
@@ -233,6 +251,7 @@ class Stream:
                     call.attempts.renewed = True
                     continue
                 client.exchange.pause(call, error, cut=under_way)
+                self._leave()
                 continue
             except BaseException:
                 # What arrives later must not be taken for the answer to another step.
@@ -250,12 +269,19 @@ class Stream:
                         self._opener.path = None
                     continue
             client.exchange.pause_or_raise(call, answer)
+            self._leave()
 
     def close(self) -> None:
         """See :class:`Way`."""
         self._drop()
         if self._opener is not None:
             self._opener.close()
+
+    def _leave(self) -> None:
+        """Open the session anew, perhaps at another server, if there are several."""
+        if self._opener is not None and self._client.exchange.replicas.several:
+            self._drop()
+            self._opener.path = None
 
     def _drop(self) -> None:
         wire, self._wire = self._wire, None
@@ -265,6 +291,7 @@ class Stream:
     def _connected(self, call: Call) -> _Wire:
         """The open connection, with its session; made anew after a fork, too."""
         if self._wire is not None and self._process == os.getpid():
+            call.course.replica = call.course.last = self._replica
             return self._wire
         self._drop()
         self._process = os.getpid()
@@ -272,13 +299,17 @@ class Stream:
         path = None
         if self._opener is not None:
             path = self._opener.open(max(call.ends - time.monotonic(), 0.001))
-        context = tls_context(self._address, client.exchange.verify)
+            self._replica = self._opener.replica
+        assert self._replica is not None
+        call.course.replica = call.course.last = self._replica
+        address = self._replica.address
+        context = tls_context(address, client.exchange.verify)
         deadline = min(call.ends, time.monotonic() + CONNECT_SECONDS)
-        raw = open_socket(self._address, context, deadline)
+        raw = open_socket(address, context, deadline)
         try:
             if path is not None:
                 wire: _Wire = _WebSocketWire(raw)
-                wire.upgrade(self._address, path, client.exchange.key, deadline)  # type: ignore[attr-defined]
+                wire.upgrade(address, path, client.exchange.key, deadline)  # type: ignore[attr-defined]
             else:
                 wire = _Wire(raw)
                 document = dict(self._opening)
