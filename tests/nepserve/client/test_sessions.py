@@ -269,3 +269,19 @@ def test_the_client_in_c(server: ServerProcess, tmp_path: Path) -> None:
     missing = subprocess.run([program, tmp_path / "none", "1"], capture_output=True, text=True, check=False)
     assert missing.returncode == 1
     assert "nobody listens" in missing.stderr
+
+
+@pytest.mark.parametrize("way", ["http", "websocket"])
+def test_a_session_goes_on_at_another_server_when_its_own_is_killed(model: Path, way: str) -> None:
+    with serving(f"si={model}") as one, serving(f"si={model}") as other:
+        atoms = atoms_of()
+        session = Session(Client([one.url, other.url], timeout=30, steps=way), atoms.numbers)
+        first = session.step(atoms.positions, atoms.cell.array, NAMES)
+        place = session._way._opener.replica.address.text
+        home, left = (one, other) if place == one.url else (other, one)
+        home.process.kill()
+        home.process.wait(10)
+        second = session.step(atoms.positions, atoms.cell.array, NAMES)
+        np.testing.assert_array_equal(first["forces"], second["forces"])
+        assert session._way._opener.replica.address.text == left.url
+        session.close()
