@@ -2,12 +2,15 @@
 
     python bench/fused.py figures [--systems si5 pbte unep c24] [--steps 200]
     python bench/fused.py kernels [--systems ...]
+    python bench/fused.py peers [--systems ...]
+    python bench/fused.py drift [--systems ...] [--picoseconds 100]
     python bench/fused.py warm [--systems ...] [--large]
 
 ``figures``: for each system, ns an atom and step of the largest crystal (velocity Verlet on the device at 300 K, 1 fs,
 the list with its skin made anew whenever an atom moved half of it, all counted), the same from host arrays to host
 arrays, one step of 1,000 atoms and of 64 from host to host, and structures a second of 1,024 structures of 32 to 64
-atoms, neighbour search included. ``kernels``: time of each kernel, by batch. ``warm``: compiles
+atoms, neighbour search included. ``kernels``: time of each kernel, by batch. ``peers``:
+TorchNEP and nep-adapters (PyPI) on the same atoms. ``drift``: of the energy of NVE runs. ``warm``: compiles
 the kernels, so that several processes can do so at a time before the others run. Medians; one JSON line a figure.
 """
 
@@ -25,12 +28,14 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 import nepcore
 from bench import systems
 from nepcore import Structure, Structures
 from nepcore.backends.fused import large
+from nepcore.elements import NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,8 +48,11 @@ LARGE = {"si5": (40, 40, 40), "pbte": (40, 40, 40), "unep": (50, 50, 52), "c24":
 
 THOUSAND = {"si5": (5, 5, 5), "pbte": (5, 5, 5), "unep": (6, 6, 7), "c24": (5, 5, 5)}
 
-MASS = {14: 28.085, 82: 207.2, 52: 127.6, 6: 12.011, 47: 107.87, 13: 26.98, 79: 196.97, 24: 52.0, 29: 63.55,
-        12: 24.3, 42: 95.95, 28: 58.69, 46: 106.42, 78: 195.08, 73: 180.95, 22: 47.87, 23: 50.94, 74: 183.84, 40: 91.22}  # fmt: skip
+MASS = {
+    6: 12.011, 12: 24.305, 13: 26.982, 14: 28.085, 22: 47.867, 23: 50.942, 24: 51.996, 28: 58.693, 29: 63.546,
+    40: 91.224, 42: 95.95, 46: 106.42, 47: 107.868, 52: 127.6, 73: 180.948, 74: 183.84, 78: 195.084, 79: 196.967,
+    82: 207.2,
+}  # fmt: skip
 """Atomic masses, u."""
 
 FORCE_UNIT = 9.648533e-3
@@ -85,7 +93,7 @@ class Dynamics:
     """Velocity Verlet on the device around one large structure."""
 
     def __init__(self, fused: Fused, structures: Structures, kelvin: float, femtoseconds: float) -> None:
-        state = fused.large(structures)
+        state = fused.follow(structures)
         box = large.box_of(structures, fused.reach)
         assert state is not None
         assert box is not None
@@ -203,6 +211,73 @@ def kernels(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
+def peers(options: argparse.Namespace) -> None:
+    """Other programs on the same atoms, from host arrays to host arrays."""
+    for name in options.systems:
+        many, big = systems.small(name, 1024), crystal(name, options.repeat or LARGE[name])
+        batches = {
+            "one": many.slice(1, 2), "1,000": crystal(name, THOUSAND[name]), "1024 small": many, "large": big,
+        }  # fmt: skip
+        for program, prepare in (("nep-adapters", _nep_adapters), ("torchnep", _torchnep)):
+            for label, block in batches.items():
+                if program == "torchnep" and label == "1024 small":
+                    continue  # bench/backends.py has it
+                try:
+                    call = prepare(name, block)
+                    seconds = timed(call, budget=1.0, repeats=20)
+                except Exception as error:  # the other figures are wanted all the same
+                    say(system=name, program=program, batch=label, failed=f"{type(error).__name__}: {error}"[:200])
+                    continue
+                say(system=name, program=program, batch=label, us=1e6 * seconds, structures_per_s=len(block) / seconds,
+                    ns_per_atom=1e9 * seconds / block.n_atoms)  # fmt: skip
+                del call
+                torch.cuda.empty_cache()
+
+
+def _nep_adapters(name: str, block: Structures) -> Callable[[], object]:
+    from nep_adapters import NEPCalculator
+
+    calculator = NEPCalculator(systems.MODELS[name], "cuda")
+    place = np.zeros(256, np.int32)
+    for symbol, t in calculator.type_dict.items():
+        place[NUMBERS[symbol]] = t
+    boxes = block.cells.transpose(0, 2, 1).reshape(-1, 9)
+    pbc = block.pbc.astype(np.int32)
+    return partial(
+        calculator.predict_arrays, place[block.numbers], block.positions, boxes, block.counts.astype(np.int32), pbc
+    )
+
+
+def _torchnep(name: str, block: Structures) -> Callable[[], object]:
+    from torchnep.nep import NEPCalculator
+
+    calculator = NEPCalculator(str(systems.MODELS[name]), dtype=torch.float32, device="cuda")
+    one = block.view(0)
+    if len(one) > 100_000:
+        return partial(calculator.compute_tiled, one.symbols, one.positions, one.cell)
+    return partial(calculator.compute, one.symbols, one.positions, one.cell)
+
+
+def drift(options: argparse.Namespace) -> None:
+    """Drift of the total energy, a linear fit, meV an atom and ps; 300 K, 1 fs."""
+    for name, repeat in (("si5", (8, 8, 8)), ("pbte", (10, 10, 10))):
+        if name not in options.systems:
+            continue
+        _, fused = load(name)
+        # Atoms of a perfect crystal share the energy of their motion with their places: twice the temperature.
+        dynamics = Dynamics(fused, crystal(name, repeat), 600.0, 1.0)
+        n, times, energies = dynamics.state.n, [], []
+        begun = time.perf_counter()
+        for step in range(int(1000 * options.picoseconds)):
+            dynamics.step()
+            if step >= 1000 and step % 20 == 0:
+                times.append(1e-3 * step)
+                energies.append(1e3 * dynamics.energy() / n)
+        slope = float(np.polyfit(times, energies, 1)[0])
+        say(system=name, atoms=n, picoseconds=options.picoseconds, drift_mev_per_atom_ps=slope,
+            spread_mev=float(np.std(energies)), seconds=time.perf_counter() - begun)  # fmt: skip
+
+
 def warm(options: argparse.Namespace) -> None:
     """Compile what the others use, so that several systems can do so at a time."""
     for name in options.systems:
@@ -219,13 +294,14 @@ def warm(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("figures", "kernels", "warm"))
+    parser.add_argument("what", choices=("figures", "kernels", "peers", "drift", "warm"))
     parser.add_argument("--systems", nargs="+", default=list(LARGE), choices=tuple(LARGE))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeat", nargs=3, type=int, help="unit cells of the large crystal")
+    parser.add_argument("--picoseconds", type=float, default=100.0, help="of drift")
     parser.add_argument("--large", action="store_true", help="of warm: the kernels of large structures instead")
     options = parser.parse_args()
-    {"figures": figures, "kernels": kernels, "warm": warm}[options.what](options)
+    {"figures": figures, "kernels": kernels, "peers": peers, "drift": drift, "warm": warm}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -21,24 +22,26 @@ from nepcore.backends.fused import backend as fused_backend
 from nepcore.backends.fused import small
 from nepcore.backends.fused.backend import Fused, atoms_of, room, structures_of
 
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CUTOFF = (3.6, 2.8)
 MODEL = synthetic.make_model(("Si", "C"), cutoff=CUTOFF, switches=("q222",), zbl="universal", seed=3)
 
 
 def fused(model: object = MODEL) -> Fused:
-    return Fused(
-        model, DEVICE, 1e9, lambda: candidates.make("loop", model, DEVICE, "float32", 48e6)
-    )  # type: ignore[arg-type]
+    return Fused(model, DEVICE, 1e9, lambda: candidates.make("loop", model, DEVICE, "float32", 48e6))  # type: ignore[arg-type]
 
 
 def evaluated(backend: Fused, structures: Structures) -> Predictions:
-    run = backend.run(structures, frozenset(PROPERTIES))
-    while True:
-        try:
-            next(run)
-        except StopIteration as end:
-            return end.value
+    found: list[Predictions] = []
+
+    def whole() -> Generator[int, None, None]:
+        found.append((yield from backend.run(structures, frozenset(PROPERTIES))))
+
+    assert sum(whole()) <= structures.n_atoms
+    return found[0]
 
 
 def wanted(structures: Structures) -> Predictions:
@@ -152,8 +155,10 @@ def test_where_triton_cannot_compile_torch_computes(
     with caplog.at_level(logging.WARNING, "nepcore"):
         first, second = evaluated(backend, structures), evaluated(backend, structures)
     assert [record.message for record in caplog.records if "Triton" in record.message] == [
-        "Triton cannot be used here, the model is evaluated by torch: "
-        "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
+        (
+            "Triton cannot be used here, the model is evaluated by torch: "
+            "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
+        )
     ]
     assert backend.fault.startswith("RuntimeError: Failed to find C compiler")
     check(first, structures)

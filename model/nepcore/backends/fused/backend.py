@@ -97,7 +97,10 @@ class Fused:
             try:
                 yield from task.run()
             except Exception as error:  # compilers fail in many ways, none of which is worth an answer
-                if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _is_device_error(error):
+                if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+                    self._make_room()
+                    raise
+                if _is_device_error(error):
                     raise
                 self.fault = _reason(error)
                 logger.warning("Triton cannot be used here, the model is evaluated by torch: %s", self.fault)
@@ -193,7 +196,7 @@ class Fused:
         self._corrected[size.radial, size.angular] = (radial, angular)
         return size._replace(radial=radial, angular=angular)
 
-    def large(self, structures: Structures) -> large.Large | None:
+    def follow(self, structures: Structures) -> large.Large | None:
         """The state that a large structure follows, or a new one; None if the kernels cannot evaluate it."""
         for state in self._large:
             if state.follows(structures):
@@ -210,6 +213,14 @@ class Fused:
         state = large.Large(self.tensors(structures.numbers), structures, self.large_blocks)
         self._large.append(state)
         return state
+
+    def _make_room(self) -> None:
+        """Drop all buffers that are kept, so that a smaller batch has the memory."""
+        self._large.clear()
+        self._slots.clear()
+        self._slot_bytes = 0
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def forget(self, state: large.Large) -> None:
         """Drop a state."""
@@ -351,7 +362,7 @@ class Task:
     def _large(self, i: int) -> Generator[int, None, None]:
         backend = self.backend
         one = self.structures if len(self.structures) == 1 else self.structures.slice(i, i + 1)
-        state = backend.large(one)
+        state = backend.follow(one)
         if state is None:
             return
         state.put(one.positions)
@@ -391,7 +402,8 @@ class Task:
 
     def predictions(self) -> Predictions:
         """What was asked for; rows of structures that failed are NaN."""
-        structures, values = self.structures, {}
+        structures = self.structures
+        values: dict[str, NDArray[Any]] = {}
         for name in PROPERTIES:
             if name not in self.properties:
                 continue

@@ -168,7 +168,7 @@ class Large:
         tensors = [self.positions, self.element, self.forces, self.energies, self._rows, self._reference,
                    self._skin_index, self._order, self._place, self._skin_count]  # fmt: skip
         if self._lists is not None:
-            tensors += [t for t in self._lists[1:] if t is not None]
+            tensors += [t for t in self._lists[1:] if isinstance(t, torch.Tensor)]
         for outputs, scratched in self._outputs.values():
             tensors += [*(t for t in outputs if t is not None), *scratched.values()]
         return sum(t.numel() * t.element_size() for t in tensors)

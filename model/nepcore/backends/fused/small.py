@@ -156,7 +156,7 @@ class Slot:
     def bytes(self) -> int:
         """Memory on the device."""
         tensors = [self._device_in, self._device_out, *self._scratch.values(), *self.lists[1:]]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
     def fill(self, structures: Structures) -> None:
         """Write a block of structures into the buffers on the host."""
