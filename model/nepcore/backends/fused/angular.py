@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .harmonics import harmonics, legendre, legendre_slope, place, powers
 from .invariants import gradient, invariants
-from .pairs import basis, basis_slopes, centres, length, neighbour, quad, zeros
+from .pairs import basis, basis_slopes, centres, lanes_of, length, neighbour, over, put_quad, quad, vector, zeros
 
 
 @triton.jit
@@ -52,23 +52,31 @@ def angular_sums(
     Writes sums (N, B, N_ROW), where angular functions are padded to rows, and the descriptor's rows from FIRST on:
     q (D, N), not scaled.
     """
-    i = tl.program_id(0) * A + tl.arange(0, A)
+    i, slot = lanes_of(N, A, G)
     n_first = tl.program_id(1) * GROUP
     inside = i < N
     B: tl.constexpr = L * (L + 2)
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
-    number = tl.load(count + i, mask=inside, other=0)
-    n_slots = number[None, :]
-    first = i.to(tl.int64)[None, :] * MA
-    slot = tl.arange(0, G)[:, None]
-    total = zeros(tl.zeros([G, A], tl.float32), GROUP * B)
+    n_slots = tl.load(count + i, mask=inside, other=0)
+    first = i.to(tl.int64) * MA
+    total = zeros(tl.zeros([A * G], tl.float32), GROUP * B)
+    # Few programs fit on a processor at a time: the next neighbours are fetched while these are worked on.
+    at = first + slot
+    j = tl.load(index + at, mask=slot < n_slots, other=0)
+    code = tl.load(image + at, mask=slot < n_slots, other=0) if IMAGES else j
+    row = quad(rows + 4 * j)
+    j = tl.load(index + at + G, mask=slot + G < n_slots, other=0)
     start = 0
-    most = tl.max(number, axis=0)
+    most = tl.max(n_slots, axis=0)
     while start < most:
         live = slot + start < n_slots
-        at = first + slot + start
-        j = tl.load(index + at, mask=live, other=0)
-        rx, ry, rz, tj = neighbour(rows, units, image, at, j, live, centre, s, cell, IMAGES)
+        coming = slot + start + G < n_slots
+        next_row = quad(rows + 4 * j)
+        next_code = tl.load(image + at + (start + G), mask=coming, other=0) if IMAGES else j
+        j = tl.load(index + at + (start + 2 * G), mask=slot + start + 2 * G < n_slots, other=0)
+        rx, ry, rz, tj = vector(row, code, units, centre, s, cell, IMAGES)
+        row = next_row
+        code = next_code
         r, inverse = length(rx, ry, rz, live)
         pair = ti * P + tj
         f = basis(r, tl.load(inverse_rc + pair), K)
@@ -80,11 +88,13 @@ def angular_sums(
                 after = after + (total[n * B + b] + g[n] * y[b],)
         total = after
         start += G
+    i = tl.program_id(0) * A + tl.arange(0, A)
+    inside = i < N
     wide = i.to(tl.int64)
     for n in tl.static_range(GROUP):
         own = ()
         for b in tl.static_range(B):
-            own = own + (tl.sum(total[n * B + b], axis=0),)
+            own = own + (over(total[n * B + b], A, G),)
         there = inside & (n_first + n < N_A)
         for b in tl.static_range(B):
             tl.store(sums + (wide * B + b) * N_ROW + n_first + n, own[b], mask=there)
@@ -136,20 +146,18 @@ def angular_forces(
     With D_nb = ∂U_i/∂s_nb, P_b = Σ_n D_nb g_n and Q_b = Σ_n D_nb g_n′:
     G = r̂ Σ_b Q_b Y_b + (1/r) (1 − r̂ r̂ᵀ) Σ_b P_b ∇Y_b.
     """
-    i = tl.program_id(0) * A + tl.arange(0, A)
+    i, slot = lanes_of(N, A, G)
     inside = i < N
     B: tl.constexpr = L * (L + 2)
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
-    number = tl.load(count + i, mask=inside, other=0)
-    n_slots = number[None, :]
-    wide = i.to(tl.int64)[None, :]
+    n_slots = tl.load(count + i, mask=inside, other=0)
+    wide = i.to(tl.int64)
     first = wide * MA
-    slot = tl.arange(0, G)[:, None]
-    zero = tl.zeros([G, A], tl.float32)
-    own = slopes + tl.minimum(wide, N - 1) * (B * N_ROW) + tl.zeros([G, A], tl.int64)
+    zero = tl.zeros([A * G], tl.float32)
+    own = slopes + tl.minimum(wide, N - 1) * (B * N_ROW)
     force = zeros(zero, 3)
     start = 0
-    most = tl.max(number, axis=0)
+    most = tl.max(n_slots, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
@@ -216,13 +224,14 @@ def angular_forces(
         gx = tl.where(live, along * x + inverse * px, 0.0)
         gy = tl.where(live, along * y + inverse * py, 0.0)
         gz = tl.where(live, along * z + inverse * pz, 0.0)
-        four = tl.reshape(tl.join(tl.join(gx, gz), tl.join(gy, zero)), (G, A, 4))
-        tl.store(push + (4 * at)[:, :, None] + tl.arange(0, 4)[None, None, :], four, mask=live[:, :, None])
+        put_quad(push + 4 * at, gx, gy, gz, zero, live)
         force = (force[0] + gx, force[1] + gy, force[2] + gz)
         start += G
+    i = tl.program_id(0) * A + tl.arange(0, A)
+    inside = i < N
     wide = i.to(tl.int64)
     for d in tl.static_range(3):
-        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=0)
+        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + over(force[d], A, G)
         tl.store(forces + 3 * wide + d, value, mask=inside)
 
 
@@ -234,19 +243,17 @@ def angular_gather(
     A: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """What the neighbours' energies do: F_i −= Σ_j G_ji, W_i += Σ_j r_ij ⊗ G_ji, each found by its reverse pair."""
-    i = tl.program_id(0) * A + tl.arange(0, A)
+    i, slot = lanes_of(N, A, G)
     inside = i < N
-    number = tl.load(count + i, mask=inside, other=0)
-    n_slots = number[None, :]
-    first = i.to(tl.int64)[None, :] * MA
-    slot = tl.arange(0, G)[:, None]
-    zero = tl.zeros([G, A], tl.float32)
+    n_slots = tl.load(count + i, mask=inside, other=0)
+    first = i.to(tl.int64) * MA
+    zero = tl.zeros([A * G], tl.float32)
     force = zeros(zero, 3)
     if VIRIALS:
         centre, ti, s, cell = centres(rows, structure, cells, i, inside)
     virial = zeros(zero, 9 if VIRIALS else 0)
     start = 0
-    most = tl.max(number, axis=0)
+    most = tl.max(n_slots, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
@@ -265,11 +272,13 @@ def angular_gather(
                 virial[6] + rz * gx, virial[7] + rz * gy, virial[8] + rz * gz,
             )  # fmt: skip
         start += G
+    i = tl.program_id(0) * A + tl.arange(0, A)
+    inside = i < N
     wide = i.to(tl.int64)
     for d in tl.static_range(3):
-        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=0)
+        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + over(force[d], A, G)
         tl.store(forces + 3 * wide + d, value, mask=inside)
     if VIRIALS:
         for d in tl.static_range(9):
-            value = tl.load(virials + 9 * wide + d, mask=inside, other=0.0) + tl.sum(virial[d], axis=0)
+            value = tl.load(virials + 9 * wide + d, mask=inside, other=0.0) + over(virial[d], A, G)
             tl.store(virials + 9 * wide + d, value, mask=inside)

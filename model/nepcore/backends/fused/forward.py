@@ -47,15 +47,16 @@ class Tiles:
 def tiles(shape: Shape) -> Tiles:
     """Those of a model's shape on a GPU."""
     groups = -(-shape.n_angular // 5)
+    few = shape.few
     return Tiles(
-        radial_sums=(16, 8, 4),
-        radial_forces=(16, 8, 4),
-        angular_sums=(64, 1, 2, -(-shape.n_angular // groups)),
-        angular_forces=(1, 32, 1),
+        radial_sums=(32, 4, 4),
+        radial_forces=(8, 4, 1),
+        angular_sums=(16, 2, 1, -(-shape.n_angular // groups)),
+        angular_forces=(4, 8, 1) if few else (1, 32, 1),
         gather=(16, 8, 4),
         repulsion=(16, 8, 4),
         slopes=(128, 4),
-        network=(2, 4, 8, 1),
+        network=(1, 4, 8, 1),
         weights=(128, 4),
     )
 

@@ -35,6 +35,9 @@ ZBL_WIDTH = 13
 MOST_APART = 3
 """Elements of a model up to which radial sums are kept apart by the neighbour's element."""
 
+FEW = 12
+"""Angular neighbours, at most, for which fewer lanes work on one atom."""
+
 MOST_GROUP = 8
 """Angular functions of a program, at most: coefficients are padded with zeros, so that a group may reach beyond."""
 
@@ -53,6 +56,7 @@ class Shape:
         zbl: Whether there is a repulsion.
         apart: Whether radial sums are kept apart by element. It depends on the model, not on the elements present: a
             structure's bits must not depend on its batch.
+        few: Whether an atom has few angular neighbours, as far as the model's file tells.
     """
 
     n_radial: int
@@ -65,6 +69,7 @@ class Shape:
     temperature: bool
     zbl: bool
     apart: bool
+    few: bool
 
     @classmethod
     def of(cls, file: NepFile) -> Shape:
@@ -74,6 +79,7 @@ class Shape:
             sum(1 << bit for bit, name in enumerate(SWITCHES) if file.switches[name]),
             file.hidden, bool(file.temperature), file.zbl != "none",
             len(file.elements) <= MOST_APART,
+            file.mn_angular is not None and file.mn_angular <= FEW,
         )  # fmt: skip
 
     @property

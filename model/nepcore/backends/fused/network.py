@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pairs import quad
+from .pairs import put_quad, quad
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -156,11 +156,15 @@ def weights_of(row, ROW: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def product(x, w):
-    """w·x: (R, A)."""
-    total = x[0] * w[0]
+    """w·x: (R, A); two sums at a time, since each addition waits for the one before."""
+    even = x[0] * w[0]
+    odd = tl.zeros_like(even)
     for p in tl.static_range(1, len(x)):
-        total += x[p] * w[p]
-    return tl.sum(total, axis=1)
+        if p % 2:
+            odd += x[p] * w[p]
+        else:
+            even += x[p] * w[p]
+    return tl.sum(even + odd, axis=1)
 
 
 @triton.jit
@@ -182,7 +186,7 @@ def radial_weights(
 
     f (D, N) has the slopes by the descriptor, those of the radial part first. A lane has one i and t.
     """
-    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, :]
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     i = lane // P
     t = lane % P
     there = i < N
@@ -204,6 +208,4 @@ def radial_weights(
             k1 += slope[n] * c4[1]
             k2 += slope[n] * c4[2]
             k3 += slope[n] * c4[3]
-        four = tl.reshape(tl.join(tl.join(k0, k2), tl.join(k1, k3)), (1, LANES, 4))
-        target = (w + lane * ROW + 4 * part)[:, :, None] + tl.arange(0, 4)[None, None, :]
-        tl.store(target, four, mask=there[:, :, None])
+        put_quad(w + lane * ROW + 4 * part, k0, k1, k2, k3, there)

@@ -13,25 +13,43 @@ FAR = tl.constexpr(1e9)
 
 
 @triton.jit
+def lanes_of(N, A: tl.constexpr, G: tl.constexpr):
+    """The lanes of a program that gives G lanes each to A atoms: atom i and place among its lanes, both (A · G,)."""
+    lane = tl.arange(0, A * G)
+    return tl.program_id(0) * A + lane // G, lane % G
+
+
+@triton.jit
+def over(x, A: tl.constexpr, G: tl.constexpr):
+    """Sum over the G lanes of an atom: (A · G,) → (A,)."""
+    return tl.sum(tl.reshape(x, (A, G)), axis=1)
+
+
+@triton.jit
 def quad(pointer):
-    """Four consecutive numbers from each pointer of a tile [G, A], as four tiles; addresses are multiples of 16."""
-    G: tl.constexpr = pointer.shape[0]
-    A: tl.constexpr = pointer.shape[1]
-    v = tl.load(pointer[:, :, None] + tl.arange(0, 4)[None, None, :])  # (G, A, 4)
-    even, odd = tl.split(tl.reshape(v, (G, A, 2, 2)))
+    """Four consecutive numbers from each pointer on; addresses are multiples of 16."""
+    v = tl.load(pointer[:, None] + tl.arange(0, 4)[None, :])  # (lanes, 4)
+    even, odd = tl.split(tl.reshape(v, (pointer.shape[0], 2, 2)))
     v0, v2 = tl.split(even)
     v1, v3 = tl.split(odd)
     return v0, v1, v2, v3
 
 
 @triton.jit
+def put_quad(pointer, v0, v1, v2, v3, mask):
+    """Write four consecutive numbers from each pointer on."""
+    v = tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), (pointer.shape[0], 4))
+    tl.store(pointer[:, None] + tl.arange(0, 4)[None, :], v, mask=mask[:, None])
+
+
+@triton.jit
 def centres(rows, structure, cells, i, inside):
-    """Position in steps, element, structure and cell (Å a step) of the centres ``i`` (A,), as rows (1, A)."""
-    x = tl.load(rows + 4 * i, mask=inside, other=0)[None, :]
-    y = tl.load(rows + 4 * i + 1, mask=inside, other=0)[None, :]
-    z = tl.load(rows + 4 * i + 2, mask=inside, other=0)[None, :]
-    ti = tl.load(rows + 4 * i + 3, mask=inside, other=0)[None, :]
-    s = tl.maximum(tl.load(structure + i, mask=inside, other=0), 0)[None, :]
+    """Position in steps, element, structure and cell (Å a step) of the centre of each lane."""
+    x = tl.load(rows + 4 * i, mask=inside, other=0)
+    y = tl.load(rows + 4 * i + 1, mask=inside, other=0)
+    z = tl.load(rows + 4 * i + 2, mask=inside, other=0)
+    ti = tl.load(rows + 4 * i + 3, mask=inside, other=0)
+    s = tl.maximum(tl.load(structure + i, mask=inside, other=0), 0)
     cell = ()
     for d in tl.static_range(9):
         cell = cell + (tl.load(cells + 9 * s + d),)
@@ -40,18 +58,26 @@ def centres(rows, structure, cells, i, inside):
 
 @triton.jit
 def neighbour(rows, units, image, at, j, live, centre, s, cell, IMAGES: tl.constexpr):
-    """Vector r_j − r_i of pairs [G, A] in Å, and the element of j.
+    """Vector r_j − r_i of the pair of each lane in Å, and the element of j; the image code of a pair stands at ``image + at``."""
+    code = j
+    if IMAGES:
+        code = tl.load(image + at, mask=live, other=0)
+    return vector(quad(rows + 4 * j), code, units, centre, s, cell, IMAGES)
+
+
+@triton.jit
+def vector(row, code, units, centre, s, cell, IMAGES: tl.constexpr):
+    """Vector r_j − r_i of the pair of each lane in Å, and the element of j, whose row of four numbers is ``row``.
 
     Differences of positions are whole numbers of steps and wrap, which makes them those to the nearest image. With
-    images, the pair's own shift in cell vectors, three signed numbers of 10 bits, is found at ``image + at``.
+    images, ``code`` is the pair's own shift in cell vectors, three signed numbers of 10 bits.
     """
-    xj, yj, zj, tj = quad(rows + 4 * j)
+    xj, yj, zj, tj = row
     x, y, z = centre
     x = xj - x
     y = yj - y
     z = zj - z
     if IMAGES:
-        code = tl.load(image + at, mask=live, other=0)
         x += ((code << 22) >> 22) * tl.load(units + 3 * s)
         y += ((code << 12) >> 22) * tl.load(units + 3 * s + 1)
         z += ((code << 2) >> 22) * tl.load(units + 3 * s + 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pairs import basis, basis_slopes, centres, length, neighbour, quad, zeros
+from .pairs import basis, basis_slopes, centres, lanes_of, length, neighbour, over, quad, zeros
 
 
 @triton.jit(do_not_specialize=["N", "MR"])
@@ -20,17 +20,15 @@ def radial_sums(
     With APART elements kept apart, basis functions are summed over the neighbours of each, and coefficients come in
     once an atom; with 0 they come in for every pair.
     """
-    i = tl.program_id(0) * A + tl.arange(0, A)
+    i, slot = lanes_of(N, A, G)
     inside = i < N
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
-    number = tl.load(count + i, mask=inside, other=0)
-    n_slots = number[None, :]
-    first = i.to(tl.int64)[None, :] * MR
-    slot = tl.arange(0, G)[:, None]
-    zero = tl.zeros([G, A], tl.float32)
+    n_slots = tl.load(count + i, mask=inside, other=0)
+    first = i.to(tl.int64) * MR
+    zero = tl.zeros([A * G], tl.float32)
     total = zeros(zero, APART * K if APART else N_R)
     start = 0
-    most = tl.max(number, axis=0)
+    most = tl.max(n_slots, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
@@ -56,11 +54,13 @@ def radial_sums(
                 after = after + (g,)
         total = after
         start += G
+    i = tl.program_id(0) * A + tl.arange(0, A)
+    inside = i < N
     if APART:
         sums = ()
         for k in tl.static_range(APART * K):
-            sums = sums + (tl.sum(total[k], axis=0),)
-        own = c + tl.reshape(ti, (A,)) * (P * N_R * ROW)
+            sums = sums + (over(total[k], A, G),)
+        own = c + tl.load(rows + 4 * i + 3, mask=inside, other=0) * (P * N_R * ROW)
         for n in tl.static_range(N_R):
             value = tl.zeros([A], tl.float32)
             for t in tl.static_range(APART):
@@ -69,7 +69,7 @@ def radial_sums(
             tl.store(q + n * N.to(tl.int64) + i, value, mask=inside)
     else:
         for n in tl.static_range(N_R):
-            tl.store(q + n * N.to(tl.int64) + i, tl.sum(total[n], axis=0), mask=inside)
+            tl.store(q + n * N.to(tl.int64) + i, over(total[n], A, G), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "MR"])
@@ -83,20 +83,18 @@ def radial_forces(
 
     a_ij = Σ_n (∂U_i/∂q_n) g_n′(r_ij) = Σ_k w[i, tj, k] f_k′(r_ij), with w (N, P, ROW) of :mod:`.network`.
     """
-    i = tl.program_id(0) * A + tl.arange(0, A)
+    i, slot = lanes_of(N, A, G)
     inside = i < N
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
-    number = tl.load(count + i, mask=inside, other=0)
-    n_slots = number[None, :]
-    wide = i.to(tl.int64)[None, :]
+    n_slots = tl.load(count + i, mask=inside, other=0)
+    wide = i.to(tl.int64)
     first = wide * MR
     own = w + tl.minimum(wide, N - 1) * (P * ROW)
-    slot = tl.arange(0, G)[:, None]
-    zero = tl.zeros([G, A], tl.float32)
+    zero = tl.zeros([A * G], tl.float32)
     force = zeros(zero, 3)
     virial = zeros(zero, 6 if VIRIALS else 0)
     start = 0
-    most = tl.max(number, axis=0)
+    most = tl.max(n_slots, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
@@ -129,22 +127,24 @@ def radial_forces(
                 virial[3] + y * ry, virial[4] + y * rz, virial[5] + z * rz,
             )  # fmt: skip
         start += G
+    i = tl.program_id(0) * A + tl.arange(0, A)
+    inside = i < N
     wide = i.to(tl.int64)
     for d in tl.static_range(3):
-        tl.store(forces + 3 * wide + d, tl.sum(force[d], axis=0), mask=inside)
+        tl.store(forces + 3 * wide + d, over(force[d], A, G), mask=inside)
     if VIRIALS:
-        put_symmetric(virials, wide, inside, virial, False)
+        put_symmetric(virials, wide, inside, virial, A, G, False)
 
 
 @triton.jit
-def put_symmetric(virials, i, inside, virial, ADD: tl.constexpr):
+def put_symmetric(virials, i, inside, virial, A: tl.constexpr, G: tl.constexpr, ADD: tl.constexpr):
     """Write the sums over G of xx xy xz yy yz zz as nine components, on top of what is there with ADD."""
-    xx = tl.sum(virial[0], axis=0)
-    xy = tl.sum(virial[1], axis=0)
-    xz = tl.sum(virial[2], axis=0)
-    yy = tl.sum(virial[3], axis=0)
-    yz = tl.sum(virial[4], axis=0)
-    zz = tl.sum(virial[5], axis=0)
+    xx = over(virial[0], A, G)
+    xy = over(virial[1], A, G)
+    xz = over(virial[2], A, G)
+    yy = over(virial[3], A, G)
+    yz = over(virial[4], A, G)
+    zz = over(virial[5], A, G)
     nine = (xx, xy, xz, xy, yy, yz, xz, yz, zz)
     for d in tl.static_range(9):
         value = nine[d]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pairs import centres, cutoff_function, length, neighbour, zeros
+from .pairs import centres, cutoff_function, lanes_of, length, neighbour, over, zeros
 from .radial import put_symmetric
 
 
@@ -20,19 +20,17 @@ def repulsion(
 
     A pair has its WIDTH parameters in ``table`` (P, P, WIDTH): see :data:`nepcore.backends.fused.model.Model.zbl`.
     """
-    i = tl.program_id(0) * A + tl.arange(0, A)
+    i, slot = lanes_of(N, A, G)
     inside = i < N
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
-    number = tl.load(count + i, mask=inside, other=0)
-    n_slots = number[None, :]
-    first = i.to(tl.int64)[None, :] * MA
-    slot = tl.arange(0, G)[:, None]
-    zero = tl.zeros([G, A], tl.float32)
+    n_slots = tl.load(count + i, mask=inside, other=0)
+    first = i.to(tl.int64) * MA
+    zero = tl.zeros([A * G], tl.float32)
     total = zero
     force = zeros(zero, 3)
     virial = zeros(zero, 6 if VIRIALS else 0)
     start = 0
-    most = tl.max(number, axis=0)
+    most = tl.max(n_slots, axis=0)
     while start < most:
         live = slot + start < n_slots
         at = first + slot + start
@@ -71,12 +69,14 @@ def repulsion(
                 virial[3] + y * ry, virial[4] + y * rz, virial[5] + z * rz,
             )  # fmt: skip
         start += G
+    i = tl.program_id(0) * A + tl.arange(0, A)
+    inside = i < N
     u = tl.load(energy + i, mask=inside, other=0.0)
-    tl.store(energy + i, u + tl.sum(total, axis=0).to(tl.float64), mask=inside)
+    tl.store(energy + i, u + over(total, A, G).to(tl.float64), mask=inside)
     wide = i.to(tl.int64)
     if FORCES:
         for d in tl.static_range(3):
-            value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + tl.sum(force[d], axis=0)
+            value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + over(force[d], A, G)
             tl.store(forces + 3 * wide + d, value, mask=inside)
     if VIRIALS:
-        put_symmetric(virials, wide, inside, virial, True)
+        put_symmetric(virials, wide, inside, virial, A, G, True)
