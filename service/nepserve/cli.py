@@ -1,4 +1,4 @@
-"""The command line: ``nepserve serve``, ``predict``, ``tune``, ``ipi``, ``check``, ``env``, ``version``.
+"""The command line: ``nepserve serve``, ``predict``, ``train``, ``tune``, ``ipi``, ``check`` and others.
 
 Exit codes: 0 it worked; 1 it did not (an engine that cannot be kept alive, structures that cannot be evaluated, a model
 file that is refused by ``check``); 2 the command, a setting or an input file is wrong; 130 interrupted.
@@ -18,6 +18,8 @@ import typer
 
 from nepcore import __version__
 from nepcore.errors import InputFileError, ModelError, ModelFileError, NepError
+
+from . import train_cli
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,6 +87,8 @@ def build(*, serve_flags: bool = True) -> typer.Typer:
     )
     app.command("serve", help=_SERVE_HELP)(_serve_command() if serve_flags else _serve)
     app.command("predict")(predict)
+    app.command("train")(train_cli.train)
+    app.command("export-split")(train_cli.export_split)
     app.command("ipi")(ipi)
     app.command("tune")(tune)
     app.command("check")(check)

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from .xyz_frames import Frames
 
 NAMES = ("energy_train.out", "force_train.out", "virial_train.out", "stress_train.out")
-"""The files that :class:`Writer` writes."""
+"""The files that :class:`Writer` writes, for the set ``train``."""
+
+
+def names_of(kind: str) -> tuple[str, ...]:
+    """Names of the four files of a set, ``train`` or ``test``."""
+    return tuple(name.replace("train", kind) for name in NAMES)
+
 
 PROPERTIES = ("energy", "forces", "virial")
 """The properties that they need."""
@@ -46,15 +52,17 @@ class Writer:
 
     Args:
         directory: Where the files go; made if it is not there.
+        kind: ``train`` or ``test``: what the files' names say.
 
     Raises:
         OSError: The directory or the files cannot be made.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, kind: str = "train") -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.partial = tuple(self.directory / f"{name}.partial" for name in NAMES)
+        self.names = names_of(kind)
+        self.partial = tuple(self.directory / f"{name}.partial" for name in self.names)
         self._files: list[TextIO] = []
         with ExitStack() as opened:
             for path in self.partial:
@@ -114,7 +122,7 @@ class Writer:
         """Finish the files and give them their names."""
         for file in self._files:
             file.close()
-        for path, name in zip(self.partial, NAMES, strict=True):
+        for path, name in zip(self.partial, self.names, strict=True):
             path.replace(self.directory / name)
 
     def abandon(self) -> None:

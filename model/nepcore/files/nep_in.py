@@ -21,7 +21,7 @@ from nepcore.elements import NUMBERS
 from nepcore.errors import InputFileError
 
 from .nep_header import parse_float, quoted
-from .nep_keywords import ALIASES, KEYWORDS, MAX_ANGULAR, Keyword, Value
+from .nep_keywords import ALIASES, KEYWORDS, MAX_ANGULAR, STAGED, Keyword, Value
 from .nep_layout import SWITCHES
 
 if TYPE_CHECKING:
@@ -33,16 +33,19 @@ MAX_BYTES = 1 << 20
 """Largest file read; longer ones are no ``nep.in``."""
 
 FULL_GENERATIONS = 100_000
-"""GPUMD's default of ``generation``; it stands for as many epochs as are the default here."""
+"""GPUMD's default of ``generation``, the length of a run by evolution ..."""
+
+FULL_EPOCHS = 600
+"""... and the epochs that it stands for: the default of a run by gradients."""
 
 Scalar = int | float | str
 
 _REFUSED = {
-    "model_type": ({1: "dipoles (TNEP)", 2: "polarizabilities (TNEP)", 3: "temperature-dependent free energies"},),
-    "charge_mode": ({1: "charges (qNEP)", 2: "charges (qNEP)", 3: "charges (qNEP)"},),
-    "vdw": ({1: "dispersion"},),
-    "charge_vdw": ({1: "charges and dispersion"},),
-    "atomic_v": ({1: "atomic dipoles and polarizabilities"},),
+    "model_type": {1: "dipoles (TNEP)", 2: "polarizabilities (TNEP)"},
+    "charge_mode": dict.fromkeys((1, 2, 3), "charges (qNEP)"),
+    "vdw": {1: "dispersion"},
+    "charge_vdw": {1: "charges and dispersion"},
+    "atomic_v": {1: "atomic dipoles and polarizabilities"},
 }
 _HARMLESS = frozenset({"lambda_q", "lambda_z", "output_descriptor"})
 
@@ -128,9 +131,9 @@ class NepIn:
         return InputFileError(self.path, None, entry.line if entry is not None and entry.line else None, reason)
 
 
-def epochs_of(generations: int, epochs: int) -> int:
-    """Epochs that stand for ``generations`` where :data:`FULL_GENERATIONS` stand for ``epochs``; one at least."""
-    return max(1, round(epochs * generations / FULL_GENERATIONS))
+def epochs_of(generations: int) -> int:
+    """Epochs that a number of generations stands for, in proportion; one at least."""
+    return max(1, round(FULL_EPOCHS * generations / FULL_GENERATIONS))
 
 
 def read(path: str | Path) -> NepIn:
@@ -332,7 +335,7 @@ def _type_weight(keyword: Keyword, tokens: list[str], before: Mapping[str, Entry
 
 def _l_max(values: Sequence[Scalar]) -> tuple[int, dict[str, bool]]:
     # GPUMD has q222 on where its flag is left out.
-    flags = [bool(v) for v in values[1:]] or [True]
+    flags = [bool(v) for v in values[1:]] or [int(values[0]) > 1]
     flags += [False] * (len(SWITCHES) - len(flags))
     return int(values[0]), dict(zip(SWITCHES, flags, strict=True))
 
@@ -342,12 +345,14 @@ _DEGREES = {"q222": 2, "q1111": 1, "q112": 2, "q123": 3, "q233": 3, "q134": 4}
 
 def _check(found: NepIn) -> None:
     """What only several keywords together can have wrong, and what is not trained here."""
-    for name, (meanings,) in _REFUSED.items():
-        kind = found.integer(name, 0)
+    for name, meanings in _REFUSED.items():
+        kind = found.integer(name) or 0
         if kind in meanings:
             raise found.error(name, f"{name} {kind}: {meanings[kind]} cannot be trained here; planned")
-    if found.integer("version", 4) != 4:
-        raise found.error("version", f"version {found.integer('version')}: only version 4 is trained")
+    if found.integer("version", 4) == 3:
+        raise found.error("version", "version 3: only versions 4 and 5 are trained")
+    if found.integer("import_q_scaler", 0):
+        raise found.error("import_q_scaler", "import_q_scaler 1 is not done here: fine-tune from that nep.txt instead")
     if found.integer("prediction", 0):
         raise found.error("prediction", "prediction 1: to evaluate a model, use nepserve predict --gpumd-out")
     l_max, switches = found.l_max
@@ -393,10 +398,10 @@ def _evolution(found: NepIn, useless: list[str]) -> str:
     if "generation" in found and "epoch" in found:
         text += "; the length of the run is that of epoch"
     elif "generation" in found:
-        share = (found.integer("generation") or 0) / FULL_GENERATIONS
+        generations = found.integer("generation") or 0
         text += (
-            f"; generation {found.integer('generation')} stands for {share:.3g} times the default number of epochs"
-            f" (generation {FULL_GENERATIONS} would be that number); give epoch to say it yourself"
+            f"; generation {generations} is taken in proportion ({FULL_GENERATIONS} for {FULL_EPOCHS} epochs): "
+            f"{epochs_of(generations)} epochs; epoch would say it directly"
         )
     return text
 
@@ -407,7 +412,9 @@ def _line(name: str, values: Sequence[Scalar] | Scalar) -> str:
 
 
 __all__ = [
+    "FULL_EPOCHS",
     "FULL_GENERATIONS",
+    "STAGED",
     "Entry",
     "NepIn",
     "dumps",

@@ -92,25 +92,29 @@ def _path(name: str) -> Value:
     return Value(name, "path")
 
 
-SCHEDULERS = ("plateau", "step", "cosine", "constant")
+SCHEDULERS = ("plateau", "step", "cosine")
 
 _DEFINED: tuple[tuple[str, str, str, tuple[Value, ...], int, str | None], ...] = (
     # name, group, meaning, values, fewest, default
-    ("version", "model", "version of NEP; 4 is the one that is trained", (_int("version", 3, 5),), 1, "4"),
+    ("version", "model", "version of NEP: 4, or 5, which has an energy offset for each type",
+     (_int("version", 3, 5),), 1, "4"),
     ("model_type", "other", "0 potential, 1 dipole, 2 polarizability, 3 temperature", (_int("kind", 0, 3),), 1, "0"),
-    ("n_max", "model", "radial and angular functions less one", (_int("radial", 0, 12), _int("angular", 0, 8)), 2, "6 6"),
+    ("n_max", "model", "radial and angular functions less one",
+     (_int("radial", 0, 12), _int("angular", 0, 8)), 2, "6 6"),
     ("basis_size", "model", "radial and angular basis functions less one",
      (_int("radial", 0, 16), _int("angular", 0, 12)), 2, "6 6"),
     ("l_max", "model", "largest l of the three-body terms, then flags of the four- and five-body invariants",
      (_int("l", 1, 8), *[_int(name, 0, 4) for name in ("q222", "q1111", "q112", "q123", "q233", "q134")]), 1, "4 1"),
     ("neuron", "model", "neurons of the hidden layer, and of a second one (0: none)",
      (_int("neurons", 1, 120), _int("second layer", 0, 120)), 1, "30"),
-    ("zbl", "model", "outer cutoff of the ZBL repulsion, Å; the inner one is half of it", (_float("outer", 1, 4),), 1, None),
+    ("zbl", "model", "outer cutoff of the ZBL repulsion, Å; the inner one is half of it",
+     (_float("outer", 1, 4),), 1, None),
     ("use_typewise_cutoff_zbl", "model", "ZBL cutoffs from covalent radii, times a factor",
      (_float("factor", 0.5),), 0, None),
-    ("import_q_scaler", "model", "take the scaler of the descriptors from the nep.txt beside this file", (_flag(),), 1, "0"),
-    ("q_scaler", "model", "scaler of the descriptors: from the coefficients that training starts with, or from "
-     "coefficients of 1 as in GPUMD", (_word("how", "self", "gpumd"),), 1, "self"),
+    ("import_q_scaler", "model", "take the scaler of the descriptors from the nep.txt beside this file",
+     (_flag(),), 1, "0"),
+    ("q_scaler", "model", "scaler of the descriptors: from the first coefficients, or from ones as in GPUMD",
+     (_word("how", "self", "gpumd"),), 1, "self"),
     ("fine_tune", "model", "start from this model (GPUMD's second and third file are not needed)",
      (_path("model"), _path("restart"), _path("descriptors")), 1, None),
     # The loss.
@@ -132,13 +136,11 @@ _DEFINED: tuple[tuple[str, str, str, tuple[Value, ...], int, str | None], ...] =
     ("seed", "data", "seed of everything that is random", (_int("seed", 0, 2**63 - 1),), 1, None),
     # Gradients.
     ("epoch", "gradient", "passes over the training frames", (_int("epochs", 1),), 1, None),
-    ("optimizer", "gradient", "Adam, or AdamW with weight decay apart from the gradient",
-     (_word("name", "adam", "adamw"),), 1, "adamw"),
     ("lr", "gradient", "learning rate at the start", (_float("rate", 0.0, 1.0, above=True),), 1, None),
     ("stop_lr", "gradient", "smallest learning rate", (_float("rate", 0.0, 1.0),), 1, None),
-    ("warmup", "gradient", "epochs over which the learning rate rises to its start", (_int("epochs"),), 1, "0"),
     ("lr_scheduler", "gradient", "how the learning rate falls", (_word("name", *SCHEDULERS),), 1, None),
-    ("scheduler_patience", "gradient", "epochs without progress before the rate falls (plateau)", (_int("epochs"),), 1, None),
+    ("scheduler_patience", "gradient", "epochs without progress before the rate falls (plateau)",
+     (_int("epochs"),), 1, None),
     ("scheduler_factor", "gradient", "factor of the rate when it falls (plateau, step)",
      (_float("factor", 1e-6, 1.0),), 1, None),
     ("scheduler_step", "gradient", "epochs between falls (step)", (_int("epochs", 1),), 1, None),
@@ -147,8 +149,9 @@ _DEFINED: tuple[tuple[str, str, str, tuple[Value, ...], int, str | None], ...] =
     ("weight_decay", "gradient", "decay of the weights (AdamW)", (_float("decay"),), 1, None),
     ("max_grad_norm", "gradient", "longest gradient; 0 for any", (_float("norm"),), 1, None),
     ("stage2", "gradient", "a second stage, in which energies count more", (_flag(),), 1, None),
-    ("start_stage2", "gradient", "epoch after which the second stage begins", (_int("epoch"),), 1, None),
-    ("stage2_lr", "gradient", "learning rate at the start of stage 2", (_float("rate", 0.0, 1.0, above=True),), 1, None),
+    ("start_stage2", "gradient", "epoch with which the second stage begins", (_int("epoch", 1),), 1, None),
+    ("stage2_lr", "gradient", "learning rate at the start of stage 2",
+     (_float("rate", 0.0, 1.0, above=True),), 1, None),
     ("stage2_stop_lr", "gradient", "smallest learning rate of stage 2", (_float("rate", 0.0, 1.0),), 1, None),
     ("stage2_lambda_e", "gradient", "weight of the energies in stage 2", (_float("weight"),), 1, None),
     ("stage2_lambda_f", "gradient", "weight of the forces in stage 2", (_float("weight"),), 1, None),
@@ -160,9 +163,10 @@ _DEFINED: tuple[tuple[str, str, str, tuple[Value, ...], int, str | None], ...] =
     ("average", "gradient", "last epochs over which the parameters are averaged (nep_average.txt); 0 for none",
      (_int("epochs"),), 1, None),
     # Outputs.
-    ("output_interval", "output", "epochs between lines of loss.out and evaluations of the test set", (_int("epochs", 1),), 1, None),
-    ("save_potential", "output", "epochs between copies of the model, form of their names (0 number, 1 time), and "
-     "whether a checkpoint goes with each", (_int("epochs", 1), _flag("form"), _flag("checkpoint")), 1, None),
+    ("output_interval", "output", "epochs between lines of loss.out and evaluations of the test set",
+     (_int("epochs", 1),), 1, None),
+    ("save_potential", "output", "epochs between copies of the model, form of names (0 number, 1 time), checkpoint too",
+     (_int("epochs", 1), _flag("form"), _flag("checkpoint")), 1, None),
     # The evolution strategy.
     ("generation", "evolution", "generations of the evolution strategy", (_int("generations"),), 1, "100000"),
     ("population", "evolution", "size of the population", (_int("size", 10, 200),), 1, "50"),
@@ -183,7 +187,8 @@ _EACH = (
     Keyword("type", "model", "number of types and their symbols, in the order of the model", (), 2, each=True),
     Keyword("cutoff", "model", "radial and angular cutoff, Å; or a pair of them for each type",
             (_float("radial", 3, 100), _float("angular", 3, 100)), 2, each=True, default="8 4"),
-    Keyword("type_weight", "loss", "weight of the forces of each type; counts squared", (_float("weight"),), 1, each=True),
+    Keyword("type_weight", "loss", "weight of the forces of each type; counts squared",
+            (_float("weight"),), 1, each=True),
 )  # fmt: skip
 
 KEYWORDS: Mapping[str, Keyword] = MappingProxyType(
