@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .app.auth import Keys
     from .app.service import Service
     from .app.sessions import Stepping
+    from .app.tracing import Tracer
     from .dispatch import Dispatcher
     from .models import Source
     from .settings import Loaded, Settings
@@ -72,6 +73,7 @@ def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
     sources = open_models(settings)
     keys, secret = keys_of(settings)
     context = tls_context(settings)
+    tracer = tracer_of(settings)
     listener = listen(settings)
     try:
         frames = listen_for_frames(settings)
@@ -81,7 +83,7 @@ def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
     _allow_connections(settings.max_connections)
     sys.setswitchinterval(SWITCH_SECONDS)
     _keep_freed_memory()
-    process = _Process(settings, sources, listener, context, keys, secret, loader, frames)
+    process = _Process(settings, sources, listener, context, keys, secret, loader, frames, tracer)
     try:
         return _run(process.live())
     finally:
@@ -92,6 +94,8 @@ def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
             frames.close()
             if isinstance(where := settings.frame_address, Path):
                 where.unlink(missing_ok=True)
+        if tracer is not None:
+            tracer.close()
 
 
 def open_models(settings: Settings) -> list[Source]:
@@ -197,6 +201,22 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
     return context
 
 
+def tracer_of(settings: Settings) -> Tracer | None:
+    """Who is told of requests; None without ``tracing``.
+
+    Raises:
+        SettingsError: What it needs is not installed.
+    """
+    if not settings.tracing:
+        return None
+    from .app.tracing import Tracer
+
+    try:
+        return Tracer()
+    except ImportError as error:
+        raise SettingsError(f"tracing needs OpenTelemetry ({error}): pip install 'nepserve[otel]'") from None
+
+
 class _Process:
     """One server from start to end."""
 
@@ -210,8 +230,10 @@ class _Process:
         secret: str | None,
         loader: str,
         frames: socket.socket | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.frames = frames
+        self.tracer = tracer
         self.settings = settings
         self.sources = sources
         self.listener = listener
@@ -266,7 +288,7 @@ class _Process:
         from .app.service import Service
         from .supervision import EngineGaveUpError, UnusableModelError
 
-        service = Service(self.settings, registry, dispatcher, supervisor, self.keys)
+        service = Service(self.settings, registry, dispatcher, supervisor, self.keys, tracer=self.tracer)
         service.observe()
         supervisor.on_restart = lambda reason: service.metrics.restarts.add()  # noqa: ARG005
         door = create_app(service)
@@ -291,6 +313,9 @@ class _Process:
                     if isinstance(keeping.exception(), UnusableModelError):
                         self.code = WRONG
                     log.error("%s", keeping.exception())
+                else:
+                    cause = serving.exception() if serving.done() else None
+                    log.error("the HTTP server ended by itself: %s", cause or "it gave no reason")
         finally:
             if frames is not None:
                 frames.close()

@@ -105,6 +105,9 @@ class Settings(BaseSettings):
         "info", description="debug, info, warning or error."
     )
     access_log: bool = Field(False, description="Log every request.")
+    tracing: bool = Field(
+        False, description="Send a trace of each request to where the OTEL_* variables say; needs nepserve[otel]."
+    )
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
         (), description="Keys as name:key, or name:key:admin; better in a file or a variable than as a flag."

@@ -460,6 +460,17 @@ def test_bodies_over_the_limit_are_refused_before_they_are_sent(shared: ServerPr
         assert json.loads(body)["max_bytes"] == 2_000_000
 
 
+def test_a_large_body_with_a_length_is_thrown_away_until_its_sender_reads(shared: ServerProcess) -> None:
+    """Most clients send all before they read: they are to see the answer, not a connection that was reset."""
+    answer = httpx.post(
+        f"{shared.url}/v1/evaluate",
+        content=b" " * 100_000_000,
+        headers={"Content-Type": "application/json"},
+        timeout=30,
+    )
+    assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+
+
 def test_a_client_that_waits_for_leave_does_not_get_it(shared: ServerProcess) -> None:
     with shared.connect() as sock:
         sock.sendall(request_bytes(b"", "Expect: 100-continue", length=10**9))

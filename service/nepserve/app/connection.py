@@ -31,7 +31,8 @@ HEAD_SECONDS = 10.0
 
 LINGER_SECONDS = 10.0
 LINGER_BYTES = 32_000_000
-"""How long, and how much, a body is thrown away after its request was answered."""
+LINGER_ANNOUNCED = 1_000_000_000
+"""How long, and how much, a body is thrown away after its request was answered; more, where its length was said."""
 
 WRITE_SECONDS = 60.0
 """Time that an answer may wait for its reader to take the next part of it."""
@@ -118,10 +119,15 @@ class Connection(HttpToolsProtocol):
         """Keep a part of a body, or throw it away if its request was answered already."""
         if self.cycle is not None and self.cycle.response_complete:
             self.discarded += len(body)
-            if self.discarded > LINGER_BYTES:
+            if self.discarded > LINGER_BYTES and not self._ends():
                 self.transport.abort()
             return
         super().on_body(body)
+
+    def _ends(self) -> bool:
+        """Whether the body has an end that is not too far: who sends it reads the answer only then."""
+        announced = next((value for name, value in self.headers if name == b"content-length"), b"")
+        return announced.isdigit() and int(announced) <= LINGER_ANNOUNCED
 
     def on_message_complete(self) -> None:
         """Note that the body is here."""

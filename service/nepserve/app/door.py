@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from nepserve.dispatch import Answer
+
     from .auth import Key
     from .connection import Connection
     from .evaluate import Evaluate
@@ -54,7 +56,20 @@ def _new_id() -> str:
 class Call:
     """One request: who asks, what was said in its headers, and what is noted for metrics and logs."""
 
-    __slots__ = ("client", "headers", "id", "key", "method", "model", "note", "path", "route", "started", "status")
+    __slots__ = (
+        "answer",
+        "client",
+        "headers",
+        "id",
+        "key",
+        "method",
+        "model",
+        "note",
+        "path",
+        "route",
+        "started",
+        "status",
+    )
 
     def __init__(self, scope: Scope) -> None:
         self.started = time.perf_counter()
@@ -67,6 +82,7 @@ class Call:
         self.client: str = address[0] if address else "local"
         self.key: Key | None = None
         self.model = ""
+        self.answer: Answer | None = None
         self.route = ""
         self.status = 0
         self.note = ""
@@ -199,6 +215,8 @@ class Door:
         seconds = time.perf_counter() - call.started
         route = call.route or "other"
         self.service.metrics.answered(call.model, route, call.status, seconds)
+        if self.service.tracer is not None:
+            self.service.tracer.note(call, seconds)
         if self.service.settings.access_log:
             log.info(
                 "%s %s %s %d %.2f ms%s", call.client, call.method, call.path, call.status, 1000 * seconds,

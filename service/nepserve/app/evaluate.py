@@ -101,7 +101,7 @@ class Evaluate:
         wish = wish_of(call.headers, query_string, service.settings.request_timeout)
         # What cannot be read or answered in any case is refused before it is sent.
         wire.negotiate(wish.accept, wish.content_type)
-        sent = _sent(call.headers)
+        sent = 0 if service.bodies.check(call.headers) else int(call.headers.get(b"content-length", 0))
         service.dispatcher.refuse_if_full(0.5 * sent * self._density.get(wish.content_type, 0.0))
         body = await service.bodies.read(receive, call.headers)
         service.in_flight += 1
@@ -144,6 +144,7 @@ class Evaluate:
                 ),
                 receive,
             )
+        call.answer = answer
         if answer is not None and examined.chosen is None:
             predictions = answer.predictions
         else:
@@ -201,12 +202,6 @@ class Evaluate:
         metrics.evaluated(version.name, len(predictions), atoms, waited)
         for error in predictions.errors.values():
             metrics.failures.add(version.name, error.code)
-
-
-def _sent(headers: Mapping[bytes, bytes]) -> int:
-    """Bytes of a body that is not compressed, as far as its headers say."""
-    announced = headers.get(b"content-length", b"")
-    return int(announced) if announced.isdigit() and len(announced) < 16 and b"content-encoding" not in headers else 0
 
 
 async def run_where(elsewhere: bool, work: Callable[..., T], *arguments: Any) -> T:

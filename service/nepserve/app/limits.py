@@ -39,12 +39,11 @@ class Bodies:
         self.timeout = timeout
         self._reading: set[_Body] = set()
 
-    async def read(self, receive: Receive, headers: Mapping[bytes, bytes]) -> bytes | bytearray:
-        """The whole body, decompressed.
+    def check(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether the body that headers announce is compressed.
 
         Raises:
-            WireError: 413 too large, 408 too slow, 415 unknown encoding, 400 not what its encoding says.
-            ClientGone: The connection broke.
+            WireError: 413 too large, 415 unknown encoding.
         """
         announced = headers.get(b"content-length")
         if announced is not None and (not announced.isdigit() or int(announced) > self.limit):
@@ -57,8 +56,18 @@ class Bodies:
                 f"Content-Encoding {encoding.decode('latin-1')!r} is not spoken here; wanted gzip or none",
                 types=["gzip", "identity"],
             )
+        return encoding == b"gzip"
+
+    async def read(self, receive: Receive, headers: Mapping[bytes, bytes]) -> bytes | bytearray:
+        """The whole body, decompressed.
+
+        Raises:
+            WireError: As :meth:`check`; 408 too slow, 400 not what its encoding says.
+            ClientGone: The connection broke.
+        """
+        compressed = self.check(headers)
         body = await self._receive(receive)
-        return await asyncio.to_thread(gunzip, body, self.limit) if encoding == b"gzip" else body
+        return await asyncio.to_thread(gunzip, body, self.limit) if compressed else body
 
     async def _receive(self, receive: Receive) -> bytes | bytearray:
         entry = _Body(asyncio.current_task(), asyncio.get_running_loop().time() + self.timeout)

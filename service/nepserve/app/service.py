@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nepserve.settings import Settings
 
     from .auth import Keys
+    from .tracing import Tracer
 
 
 class Engine(Protocol):
@@ -69,6 +70,7 @@ class Service:
 
     Attributes:
         draining: No more work is taken; once true it stays so.
+        tracer: Who is told of each request, if traces are wished for.
         in_flight: Evaluations whose request has arrived and whose answer has not been made.
     """
 
@@ -81,6 +83,7 @@ class Service:
     started: float = field(default_factory=time.time)
     draining: bool = False
     in_flight: int = 0
+    tracer: Tracer | None = None
 
     def __post_init__(self) -> None:
         self.limits = Limits(self.settings.max_body, self.settings.max_structures, self.settings.max_atoms)

@@ -18,6 +18,7 @@ from nepserve.app.auth import Keys, keys_of
 from nepserve.app.factory import create_app
 from nepserve.app.service import Service
 from nepserve.models import Registry, Source, Version
+from nepserve.refusals import QueueFull
 from nepserve.settings import Settings
 
 if TYPE_CHECKING:
@@ -66,6 +67,13 @@ class Dispatcher:
         self.healthy = True
         self.speeds = {"main@1": 1e6}
         self.on_batch: Callable[..., None] | None = None
+        self.full_from = float("inf")  # atoms
+        self.announced: list[float] = []
+
+    def refuse_if_full(self, atoms: float) -> None:
+        self.announced.append(atoms)
+        if atoms >= self.full_from:
+            raise QueueFull(7.2)
 
     def refuse_if_full(self, atoms: float) -> None:
         """There is always room."""

@@ -397,3 +397,21 @@ def test_refused_bodies_are_let_go_at_once(server: Any) -> None:
         assert [error for error in gc.get_objects() if isinstance(error, WireError)] == []
     finally:
         gc.enable()
+
+
+def test_what_a_body_holds_is_guessed_from_earlier_ones(server: Any, silicon: Any) -> None:
+    """A first body of a kind is read; later ones are announced with half of what their size lets expect."""
+    sizes = [1, 50, 50, 50, 50]
+    for count in sizes:
+        assert server.evaluate(structures=[silicon] * count).status_code == 200
+    first, *others = server.dispatcher.announced
+    assert first == 0.0
+    atoms = 50 * len(silicon["positions"])
+    assert 0.2 * atoms < others[-1] < 0.8 * atoms
+    server.dispatcher.full_from = 0.25 * atoms
+    before = len(server.dispatcher.asked)
+    refused = server.evaluate(structures=[silicon] * 50)
+    assert (refused.status_code, refused.json()["code"]) == (429, "queue_full")
+    assert refused.headers["Retry-After"] == "8"
+    assert server.evaluate(structures=[silicon]).status_code == 200
+    assert len(server.dispatcher.asked) == before + 1

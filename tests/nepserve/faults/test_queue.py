@@ -6,11 +6,9 @@ import asyncio
 import http.client
 import json
 import random
-import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -204,7 +202,7 @@ def test_a_full_queue_refuses_before_it_reads(model: Path) -> None:
             deadline = time.monotonic() + 30
             while metric(server, "nepserve_requests_waiting") < 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            with socket.create_connection(("127.0.0.1", urlsplit(str(server.url)).port), timeout=20) as link:
+            with server.connect() as link:
                 head = b"POST /v1/evaluate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
                 size = 3_000_000
                 codes = []
