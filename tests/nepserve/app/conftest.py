@@ -75,9 +75,6 @@ class Dispatcher:
         if atoms >= self.full_from:
             raise QueueFull(7.2)
 
-    def refuse_if_full(self, atoms: float) -> None:
-        """There is always room."""
-
     async def evaluate(
         self,
         model: str,
