@@ -9,13 +9,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pairs import quad
 
 COINCIDENT = 1
 """Bit of a structure's state: two of its atoms are at one place."""
 
 SAME_PLACE = 1e-5
 """Atoms closer than this, Å, are at one place."""
+
+
+@triton.jit
+def position(rows, j):
+    """Steps of the atoms of a tile (A, C), by one load of 16 bytes each."""
+    A: tl.constexpr = j.shape[0]
+    C: tl.constexpr = j.shape[1]
+    row = tl.load(rows + 4 * j[:, :, None] + tl.arange(0, 4)[None, None, :])
+    even, odd = tl.split(tl.reshape(row, (A, C, 2, 2)))
+    x, z = tl.split(even)
+    y, _ = tl.split(odd)
+    return x, y, z
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -74,7 +85,7 @@ def find_neighbors(
         if SORTED:
             j = tl.load(order + j, mask=valid, other=0)
         j = tl.where(valid, j, 0)
-        x, y, z, _ = quad(rows + 4 * j)
+        x, y, z = position(rows, j)
         x, y, z = x - xi, y - yi, z - zi
         # Images are counted from the nearest one; where differences wrap there is no other.
         na = tl.where(ra > 0, -((x + (ua >> 1)) >> da), 0)

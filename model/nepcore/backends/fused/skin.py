@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .cells import step
-from .pairs import quad
+from .search import position
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -163,7 +163,7 @@ def pick_in_range(
         slot = start + lane
         valid = slot < count[:, None]
         j = tl.load(skin_index + base * MS + slot, mask=valid, other=0)
-        x, y, z, _ = quad(rows + 4 * j)
+        x, y, z = position(rows, j)
         fx = (x - xi).to(tl.float32)
         fy = (y - yi).to(tl.float32)
         fz = (z - zi).to(tl.float32)
