@@ -489,6 +489,11 @@ class Dispatcher:
         return self._broken is None and not (idle and self.scheduler.queued)
 
     @property
+    def attached(self) -> bool:
+        """Whether there is an engine."""
+        return self._engine is not None
+
+    @property
     def waiting(self) -> Load:
         """Requests with structures that are not in the engine yet, and atoms and work of these structures."""
         return self.scheduler.waiting()

@@ -21,6 +21,7 @@ from nepcore import __version__
 
 from . import logs, models
 from .app.auth import keys_of
+from .devices import devices_of
 from .settings import SettingsError
 
 if TYPE_CHECKING:
@@ -32,9 +33,12 @@ if TYPE_CHECKING:
     from .app.service import Service
     from .app.sessions import Stepping
     from .app.tracing import Tracer
+    from .devices import Device
     from .dispatch import Dispatcher
+    from .fleet import Fleet
     from .models import Source
     from .settings import Loaded, Settings
+    from .spread import Spread
     from .supervision import Supervisor
 
 log = logging.getLogger("nepserve")
@@ -234,6 +238,7 @@ class _Process:
     ) -> None:
         self.frames = frames
         self.tracer = tracer
+        self.devices = [] if settings.devices is None else devices_of(settings.devices, settings.threads)
         self.settings = settings
         self.sources = sources
         self.listener = listener
@@ -247,21 +252,15 @@ class _Process:
 
     async def live(self) -> int:
         """Start, serve, end."""
-        from .dispatch import Dispatcher
-        from .scheduler import Scheduler
-        from .supervision import Supervisor
-
         settings = self.settings
         registry = models.Registry(settings.default_model)
-        scheduler = Scheduler(
-            max_atoms=settings.max_atoms,
-            max_queue_atoms=settings.max_queue_atoms,
-            max_queue_requests=settings.max_queue_requests,
-        )
-        if settings.max_batch_ms is not None:
-            scheduler.max_batch_seconds = settings.max_batch_ms / 1000
-        dispatcher = Dispatcher(scheduler)
-        supervisor = Supervisor(settings, registry, dispatcher, loader=self.loader)
+        if settings.devices is None:
+            from .supervision import Supervisor
+
+            dispatcher: Dispatcher | Spread = _dispatcher(settings)
+            supervisor: Supervisor | Fleet = Supervisor(settings, registry, dispatcher, loader=self.loader)  # type: ignore[arg-type]
+        else:
+            dispatcher, supervisor = _fleet(settings, registry, self.devices, self.loader)
         self._handle_signals(supervisor)
         # The engine comes first: while it imports what it needs, so does the front.
         keeping = asyncio.create_task(supervisor.run([(s, settings.dtype_of(s.name)) for s in self.sources]))
@@ -278,8 +277,8 @@ class _Process:
     async def _serve(
         self,
         registry: models.Registry,
-        dispatcher: Dispatcher,
-        supervisor: Supervisor,
+        dispatcher: Dispatcher | Spread,
+        supervisor: Supervisor | Fleet,
         keeping: asyncio.Task[None],
     ) -> None:
         """Answer requests until a signal comes or the engine is given up."""
@@ -345,7 +344,7 @@ class _Process:
         if left:
             log.warning("%d requests were not finished within %g s", left, self.settings.shutdown_timeout)
 
-    def _handle_signals(self, supervisor: Supervisor) -> None:
+    def _handle_signals(self, supervisor: Supervisor | Fleet) -> None:
         loop = asyncio.get_running_loop()
 
         def stop(name: str) -> None:
@@ -423,7 +422,7 @@ class _Process:
         elif not self.settings.is_local and self.settings.insecure:
             log.warning("everybody who can reach %s may use this server (--insecure)", self.url)
 
-    async def _announce(self, supervisor: Supervisor) -> None:
+    async def _announce(self, supervisor: Supervisor | Fleet) -> None:
         """Say when the server is ready, and how to ask it."""
         while supervisor.unready is not None:
             if not self.sources and not supervisor.starting:
@@ -485,6 +484,37 @@ def _server(
     config.load()
     config.ssl = context
     return Server(config)
+
+
+def _dispatcher(settings: Settings) -> Dispatcher:
+    from .dispatch import Dispatcher
+    from .scheduler import Scheduler
+
+    scheduler = Scheduler(
+        max_atoms=settings.max_atoms,
+        max_queue_atoms=settings.max_queue_atoms,
+        max_queue_requests=settings.max_queue_requests,
+    )
+    if settings.max_batch_ms is not None:
+        scheduler.max_batch_seconds = settings.max_batch_ms / 1000
+    return Dispatcher(scheduler)
+
+
+def _fleet(settings: Settings, registry: models.Registry, devices: list[Device], loader: str) -> tuple[Spread, Fleet]:
+    """A queue over several devices, and who keeps their engines alive."""
+    from .fleet import Fleet
+    from .spread import Spread
+    from .supervision import Supervisor
+
+    members = [
+        Supervisor(
+            settings, registry if k == 0 else models.Registry(), _dispatcher(settings), loader=loader, device=device,
+            leads=k == 0,
+        )
+        for k, device in enumerate(devices)
+    ]  # fmt: skip
+    spread = Spread([m.dispatcher for m in members], settings.max_queue_atoms, settings.max_queue_requests)
+    return spread, Fleet(members, [device.name for device in devices])
 
 
 async def _sweep(service: Service, connections: Callable[[float], int]) -> None:

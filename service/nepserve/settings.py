@@ -60,6 +60,9 @@ class Settings(BaseSettings):
     )
 
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1 ...")
+    devices: str | None = Field(
+        None, description="Several devices instead of one: all, numbers of GPUs such as 0,1, or cpu:N; one engine each."
+    )
     dtype: Words = Field(
         ("float32",), description="float32 or float64; name=float64 for one model, may be given several times."
     )

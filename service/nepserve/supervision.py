@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from nepcore.errors import ModelError, ModelFileError
 
+from .devices import Device
 from .engine import EngineDown, EngineError, EngineLink
-from .models import ModelNameError
+from .models import ModelNameError, Version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from .dispatch import Dispatcher
-    from .models import Registry, Source, Version
+    from .models import Registry, Source
     from .settings import Settings
 
 log = logging.getLogger("nepserve")
@@ -62,11 +63,14 @@ class Supervisor:
         registry: Where loaded models are announced.
         dispatcher: Who sends work to the engine.
         loader: Function that loads a model in the engine; see :class:`.engine.EngineLink`.
+        device: What it is to own, if not what the settings say.
+        leads: Whether the models are its own, or those of another one that it follows.
 
     Attributes:
         restarts: Engines that were started again.
         pulse: What the engine last said of itself.
         on_restart: Called with the reason when an engine failed.
+        on_retire: Called with the key of a version that nobody holds any more.
     """
 
     def __init__(
@@ -76,7 +80,12 @@ class Supervisor:
         dispatcher: Dispatcher,
         *,
         loader: str = "nepcore:load",
+        device: Device | None = None,
+        leads: bool = True,
     ) -> None:
+        self._device = device or Device(settings.device, settings.device, settings.threads, {})
+        self._leads = leads
+        self.on_retire: Callable[[str], None] = lambda key: None  # noqa: ARG005
         self.settings = settings
         self.registry = registry
         self.dispatcher = dispatcher
@@ -95,6 +104,11 @@ class Supervisor:
         self._loading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+
+    @property
+    def _where(self) -> str:
+        """Which of several devices, at the end of a message."""
+        return "" if self._device.name == self.settings.device else f" on {self._device.name}"
 
     @property
     def starting(self) -> bool:
@@ -150,15 +164,15 @@ class Supervisor:
             UnusableModelError: A model cannot be served here.
             EngineGaveUpError: The engine failed too often.
         """
-        self._waiting = [self.registry.new_version(source, dtype) for source, dtype in sources]
-        self._versions = {version.key: version for version in self._waiting}
+        self._waiting += [self.registry.new_version(source, dtype) for source, dtype in sources]
+        self._versions.update({version.key: version for version in self._waiting})
         while not self._stopping:
             cause = await self._live_once()
             if self._stopping:
                 return
             self._note_failure(cause)
             pause = min(FIRST_PAUSE * 2 ** (len(self._failures) - 1), LONGEST_PAUSE)
-            log.warning("%s; it is started again in %.1f s", cause, pause)
+            log.warning("%s%s; it is started again in %.1f s", cause, self._where, pause)
             await asyncio.sleep(pause)
             self.restarts += 1
 
@@ -170,20 +184,69 @@ class Supervisor:
             ModelNameError: Its name has become an alias meanwhile; nothing has changed.
             EngineDown: There is no engine at present.
         """
+        version = await self.prepare(source, dtype)
+        await self.commit(version)
+        return version
+
+    async def prepare(self, source: Source, dtype: str) -> Version:
+        """The first half of :meth:`serve`: the model is loaded, and no name points to it."""
         async with self._loading:
             version = self.registry.new_version(source, dtype)
             link = self._link
             if link is None or self._reason is not None:
                 raise EngineDown(self._reason or "the engine is starting")
             await self._load(link, version)
-            try:
-                self._announce(version)
-            except ModelNameError:
-                with contextlib.suppress(EngineDown, ModelError):
-                    await link.unload(version.key)
-                raise
+            # From now on an engine that is started again has it, too.
             self._versions[version.key] = version
             return version
+
+    async def commit(self, version: Version) -> None:
+        """The second half of :meth:`serve`."""
+        try:
+            self._announce(version)
+        except ModelNameError:
+            del self._versions[version.key]
+            await self._unload(version.key)
+            raise
+
+    def adopt(self, versions: Sequence[tuple[Source, str, str]]) -> None:
+        """Have these versions, with their keys, from the start."""
+        self._waiting = [Version(*each) for each in versions]
+        self._versions = {version.key: version for version in self._waiting}
+
+    async def follow(self, source: Source, dtype: str, key: str) -> None:
+        """Load what another one loaded; an engine that is away does so when it is back.
+
+        Raises:
+            ModelFileError, ModelError: It cannot.
+        """
+        async with self._loading:
+            version = Version(source, dtype, key)
+            link = self._link
+            if link is not None and self._reason is None:
+                with contextlib.suppress(EngineDown):
+                    await self._load(link, version)
+            self._versions[key] = version
+
+    def current(self, key: str) -> None:
+        """Names point to this version now."""
+        version = self._versions.get(key)
+        if version is not None:
+            self.registry.put(version)
+
+    async def drop(self, key: str) -> None:
+        """Forget a version that nobody holds."""
+        version = self._versions.pop(key, None)
+        if version is not None and not self._leads and version in self.registry.versions:
+            self.registry.remove(version.name)
+        self.dispatcher.forget(key)
+        await self._unload(key)
+
+    async def _unload(self, key: str) -> None:
+        if self._link is not None:
+            # An engine that is down has forgotten it already.
+            with contextlib.suppress(EngineDown, ModelError):
+                await self._link.unload(key)
 
     async def unserve(self, name: str) -> None:
         """Take a model away; requests that hold it are answered first.
@@ -201,8 +264,9 @@ class Supervisor:
             task.cancel()
         if self._link is not None:
             await self._link.stop(timeout)
-        for version in self._versions.values():
-            version.source.copy.close()
+        if self._leads:
+            for version in self._versions.values():
+                version.source.copy.close()
 
     def abort(self) -> None:
         """End the engine at once."""
@@ -214,12 +278,15 @@ class Supervisor:
         """One life of an engine, from its start to its end; returns what ended it."""
         settings = self.settings
         link = self._link = EngineLink(
-            device=settings.device,
+            device=self._device.device,
             loader=self._loader,
-            threads=settings.threads,
+            threads=self._device.threads,
             log_level=settings.log_level.upper(),
             hang_seconds=settings.engine_timeout,
-            environment={} if settings.tune_seconds is None else {_TUNE_SECONDS: f"{settings.tune_seconds:g}"},
+            environment={
+                **({} if settings.tune_seconds is None else {_TUNE_SECONDS: f"{settings.tune_seconds:g}"}),
+                **self._device.environment,
+            },
         )
         try:
             await link.start()
@@ -237,7 +304,7 @@ class Supervisor:
                 self._announce(version)
             self._waiting = []
             self._first = False
-            log.info("ready: %s", ", ".join(v.name for v in self.registry.versions))
+            log.info("ready: %s%s", ", ".join(v.name for v in self.registry.versions), self._where)
             await self._watch(link)
         except EngineDown as error:
             cause = error.reason
@@ -314,12 +381,8 @@ class Supervisor:
     async def _retire(self, version: Version) -> None:
         """Let the engine forget a version once nobody holds it."""
         await version.retired()
-        self._versions.pop(version.key, None)
-        self.dispatcher.forget(version.key)
-        if self._link is not None:
-            # An engine that is down has forgotten it already.
-            with contextlib.suppress(EngineDown, ModelError):
-                await self._link.unload(version.key)
+        self.on_retire(version.key)
+        await self.drop(version.key)
         version.source.copy.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

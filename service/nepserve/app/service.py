@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nepserve.models import Registry, Source, Version
     from nepserve.scheduler import Batch
     from nepserve.settings import Settings
+    from nepserve.spread import Spread
 
     from .auth import Keys
     from .tracing import Tracer
@@ -76,7 +77,7 @@ class Service:
 
     settings: Settings
     registry: Registry
-    dispatcher: Dispatcher
+    dispatcher: Dispatcher | Spread
     engine: Engine
     keys: Keys
     metrics: Metrics = field(default_factory=Metrics)
