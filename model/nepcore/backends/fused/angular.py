@@ -49,8 +49,8 @@ def angular_sums(
 ):  # fmt: skip
     """s_nb(i) = Σ_j g_n(r_ij) Y_b and the blocks of the descriptor, of A atoms and GROUP functions n a program.
 
-    Writes sums (N, B, N_ROW), where angular functions are padded to rows, and the descriptor's rows from FIRST on:
-    q (D, N), not scaled.
+    Writes sums (N, B, N_ROW), in whose rows each group of functions is padded to a multiple of four, and the
+    descriptor's rows from FIRST on: q (D, N), not scaled.
     """
     i, slot = lanes_of(N, A, G)
     n_first = tl.program_id(1) * GROUP
@@ -91,17 +91,27 @@ def angular_sums(
     i = tl.program_id(0) * A + tl.arange(0, A)
     inside = i < N
     wide = i.to(tl.int64)
+    own = ()
+    for at_once in tl.static_range(GROUP * B):
+        own = own + (over(total[at_once], A, G),)
+    nothing = tl.zeros([A], tl.float32)
+    PAD: tl.constexpr = (GROUP + 3) // 4 * 4
+    target = sums + wide * (B * N_ROW) + tl.program_id(1) * PAD
+    for b in tl.static_range(B):
+        for n in tl.static_range(0, GROUP, 4):
+            put_quad(
+                target + (b * N_ROW + n),
+                own[n * B + b],
+                own[(n + 1) * B + b] if n + 1 < GROUP else nothing,
+                own[(n + 2) * B + b] if n + 2 < GROUP else nothing,
+                own[(n + 3) * B + b] if n + 3 < GROUP else nothing,
+                inside,
+            )
     for n in tl.static_range(GROUP):
-        own = ()
-        for b in tl.static_range(B):
-            own = own + (over(total[n * B + b], A, G),)
-        there = inside & (n_first + n < N_A)
-        for b in tl.static_range(B):
-            tl.store(sums + (wide * B + b) * N_ROW + n_first + n, own[b], mask=there)
-        blocks = invariants(own, L, SWITCHES)
+        blocks = invariants(own[n * B : (n + 1) * B], L, SWITCHES)
         for block in tl.static_range(len(blocks)):
             row = FIRST + block * N_A + n_first + n
-            tl.store(q + row * N.to(tl.int64) + i, blocks[block], mask=there)
+            tl.store(q + row * N.to(tl.int64) + i, blocks[block], mask=inside & (n_first + n < N_A))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -109,7 +119,7 @@ def angular_slopes(
     sums, f,
     N,
     N_A: tl.constexpr, N_ROW: tl.constexpr, L: tl.constexpr, SWITCHES: tl.constexpr, BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr, LANES: tl.constexpr,
+    FIRST: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """∂U_i/∂s_nb = Σ_blocks ∂U_i/∂q · ∂q/∂s_nb, in the place of the sums (N, B, N_ROW); a lane has one atom and n.
 
@@ -117,10 +127,12 @@ def angular_slopes(
     """
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     i = lane // N_ROW
-    n = (lane % N_ROW).to(tl.int32)
-    there = (i < N) & (n < N_A)
+    column = (lane % N_ROW).to(tl.int32)
+    PAD: tl.constexpr = (GROUP + 3) // 4 * 4
+    n = column // PAD * GROUP + column % PAD
+    there = (i < N) & (n < N_A) & (column % PAD < GROUP)
     B: tl.constexpr = L * (L + 2)
-    place = sums + i * (B * N_ROW) + n
+    place = sums + i * (B * N_ROW) + column
     s = ()
     for b in tl.static_range(B):
         s = s + (tl.load(place + b * N_ROW, mask=there, other=0.0),)
@@ -138,7 +150,7 @@ def angular_forces(
     rows, structure, cells, units, index, image, count, c, inverse_rc, slopes, push, forces,
     N, MA, P,
     N_A: tl.constexpr, N_ROW: tl.constexpr, K: tl.constexpr, C_FUNCTIONS: tl.constexpr, C_ROW: tl.constexpr,
-    L: tl.constexpr, IMAGES: tl.constexpr,
+    L: tl.constexpr, GROUP: tl.constexpr, IMAGES: tl.constexpr,
     A: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """G_ij = ∂U_i/∂r_ij of A atoms, G neighbours at a time: push (N, MA, 4); their sum is added to the forces.
@@ -174,10 +186,11 @@ def angular_forces(
         n = 0
         while n < N_A:
             g, dg = contracted_both(f, df, coefficients + n * C_ROW, K, C_ROW)
+            column = own + (n // GROUP * ((GROUP + 3) // 4 * 4) + n % GROUP)
             after_p = ()
             after_q = ()
             for b in tl.static_range(B):
-                d = tl.load(own + (b * N_ROW + n))
+                d = tl.load(column + b * N_ROW)
                 after_p = after_p + (big_p[b] + d * g,)
                 after_q = after_q + (big_q[b] + d * dg,)
             big_p = after_p

@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from .model import Model, Shape
 
 
+FEW_ATOMS = 8192
+"""Atoms that are counted one by one."""
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Shapes of the programs: atoms, neighbours at a time, warps. They change the last bits of results.
 
     Attributes:
-        radial_sums, radial_forces, angular_forces, gather, repulsion: (atoms, neighbours at a time, warps).
-        angular_sums: The same, and the angular functions of a program.
+        radial_sums, radial_forces, angular_sums, angular_forces, gather, repulsion: (atoms, neighbours at a time, warps).
         slopes: (lanes, warps).
         network: (atoms of a lane, lanes of an atom, of both together, warps).
         weights: (lanes, warps).
@@ -35,7 +38,7 @@ class Tiles:
 
     radial_sums: tuple[int, int, int]
     radial_forces: tuple[int, int, int]
-    angular_sums: tuple[int, int, int, int]
+    angular_sums: tuple[int, int, int]
     angular_forces: tuple[int, int, int]
     gather: tuple[int, int, int]
     repulsion: tuple[int, int, int]
@@ -46,13 +49,11 @@ class Tiles:
 
 def tiles(shape: Shape) -> Tiles:
     """Those of a model's shape on a GPU."""
-    groups = -(-shape.n_angular // 5)
-    few = shape.few
     return Tiles(
         radial_sums=(32, 4, 4),
         radial_forces=(8, 4, 1),
-        angular_sums=(16, 2, 1, -(-shape.n_angular // groups)),
-        angular_forces=(4, 8, 1) if few else (1, 32, 1),
+        angular_sums=(16, 2, 1),
+        angular_forces=(4, 8, 1) if shape.few else (1, 32, 1),
         gather=(16, 8, 4),
         repulsion=(16, 8, 4),
         slopes=(128, 4),
@@ -65,7 +66,7 @@ def interpreted(shape: Shape) -> Tiles:
     """Those for Triton's interpreter: each operation costs the same, however large."""
     del shape
     return Tiles(
-        (64, 64, 4), (64, 64, 4), (64, 32, 4, 4), (64, 32, 4), (64, 64, 4), (64, 64, 4), (1024, 4), (8, 4, 16, 1), (1024, 4)
+        (64, 64, 4), (64, 64, 4), (64, 32, 4), (64, 32, 4), (64, 64, 4), (64, 64, 4), (1024, 4), (8, 4, 16, 1), (1024, 4)
     )
 
 
@@ -122,19 +123,22 @@ def forward(
     many = P > 1
     if many:
         tally.zero_()
-        element_order[(_cdiv(N, 1024),)](lists.rows, lists.structure, tally, order, N, P, 1024, num_warps=4)
-
+        each = N <= FEW_ATOMS
+        A = 128 if each else 1024
+        element_order[(_cdiv(N, A),)](
+            lists.rows, lists.structure, tally, order, N, P, each, A, num_warps=4, **options
+        )  # fmt: skip
     A, G, warps = sizes.radial_sums
     radial_sums[(_cdiv(N, A),)](
         *atoms, *radial, model.c_radial, model.inverse_radial, q, N, MR, P,
         shape.n_radial, shape.k_radial, shape.row_radial, P if shape.apart else 0, images, A, G,
         num_warps=warps, **options,
     )  # fmt: skip
-    A, G, warps, group = sizes.angular_sums
-    angular_sums[(_cdiv(N, A), _cdiv(shape.n_angular, group))](
+    A, G, warps = sizes.angular_sums
+    angular_sums[(_cdiv(N, A), _cdiv(shape.n_angular, shape.group))](
         *atoms, *angular, model.c_angular, model.inverse_angular, sums, q, N, MA, P,
         shape.n_angular, shape.row_angular, shape.k_angular, shape.functions,
-        padded(shape.k_angular), shape.l_max, shape.switches, shape.n_radial, images, A, G, group,
+        padded(shape.k_angular), shape.l_max, shape.switches, shape.n_radial, images, A, G, shape.group,
         num_warps=warps, **options,
     )  # fmt: skip
     R, S, A, warps = sizes.network
@@ -142,7 +146,7 @@ def forward(
         lists.rows, lists.structure, lists.temperatures, order, tally, model.w0, model.b0, model.w1, model.b1,
         model.w2, model.bias, model.scaler, scratch["hidden"], q, outputs.energy,
         q if outputs.descriptors is None else outputs.descriptors, N, P, model.networks,
-        shape.dim, shape.row_inputs, shape.hidden[0], shape.hidden[1] if len(shape.hidden) > 1 else 0,
+        shape.dim, shape.row_inputs, shape.neurons, shape.hidden[1] if len(shape.hidden) > 1 else 0,
         shape.temperature, outputs.descriptors is not None, many, R, S, A, num_warps=warps, **options,
     )  # fmt: skip
     lanes, warps = sizes.weights
@@ -153,7 +157,7 @@ def forward(
     lanes, warps = sizes.slopes
     angular_slopes[(_cdiv(N * shape.row_angular, lanes),)](
         sums, q, N, shape.n_angular, shape.row_angular, shape.l_max, shape.switches, shape.n_blocks, shape.n_radial,
-        lanes, num_warps=warps, **options,
+        shape.group, lanes, num_warps=warps, **options,
     )  # fmt: skip
     A, G, warps = sizes.radial_forces
     radial_forces[(_cdiv(N, A),)](
@@ -164,7 +168,7 @@ def forward(
     angular_forces[(_cdiv(N, A),)](
         *atoms, *angular, model.c_angular, model.inverse_angular, sums, push, outputs.forces, N, MA, P,
         shape.n_angular, shape.row_angular, shape.k_angular, shape.functions,
-        padded(shape.k_angular), shape.l_max, images, A, G, num_warps=warps, **options,
+        padded(shape.k_angular), shape.l_max, shape.group, images, A, G, num_warps=warps, **options,
     )  # fmt: skip
     A, G, warps = sizes.gather
     angular_gather[(_cdiv(N, A),)](

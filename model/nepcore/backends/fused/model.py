@@ -38,8 +38,8 @@ MOST_APART = 3
 FEW = 12
 """Angular neighbours, at most, for which fewer lanes work on one atom."""
 
-MOST_GROUP = 8
-"""Angular functions of a program, at most: coefficients are padded with zeros, so that a group may reach beyond."""
+GROUP = 4
+"""Angular functions of a program, about; five alone stay together."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,11 @@ class Shape:
         return self.n_radial + self.n_angular * self.n_blocks + self.temperature
 
     @property
+    def neurons(self) -> int:
+        """Neurons of the first layer; an even number where it is the only one."""
+        return padded(self.hidden[0], 2) if len(self.hidden) == 1 else self.hidden[0]
+
+    @property
     def row_inputs(self) -> int:
         """Numbers in a row over the network inputs."""
         return padded(self.dim, INPUTS_PADDED)
@@ -108,14 +113,20 @@ class Shape:
         return padded(self.k_radial)
 
     @property
+    def group(self) -> int:
+        """Angular functions of a program."""
+        groups = 1 if self.n_angular <= GROUP + 1 else -(-self.n_angular // GROUP)
+        return -(-self.n_angular // groups)
+
+    @property
     def row_angular(self) -> int:
-        """Numbers in a row over the angular functions: a multiple of four."""
-        return padded(self.n_angular)
+        """Numbers in a row over the angular functions, each group of which is padded to a multiple of four."""
+        return -(-self.n_angular // self.group) * padded(self.group)
 
     @property
     def functions(self) -> int:
-        """Angular functions that coefficients are padded to."""
-        return self.n_angular + MOST_GROUP
+        """Angular functions that coefficients are padded to: whole groups."""
+        return padded(self.n_angular, self.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +144,8 @@ class Model:
         c_angular: (P, P, functions, k_angular padded to four).
         inverse_radial, inverse_angular: Inverse pair cutoffs, 1/Å, (P, P).
         networks: M: one, or one for each present element.
-        w0: (M, H, D), times the scaler, rows padded with zeros to INPUTS_PADDED. b0: (M, H).
+        w0: (M, H, D), times the scaler, rows padded with zeros to INPUTS_PADDED. b0: (M, H). With one layer there is a
+            neuron of zeros behind an odd number.
         w1: (M, H), or (M, H2, H) with two layers; b1, w2: (M, H2), one zero without a second layer.
         bias: Output bias of each element, (P,) float64.
         scaler: (D,).
@@ -199,6 +211,7 @@ def prepare(file: NepFile, elements: Sequence[int], device: torch.device) -> Mod
     def tensor(values: NDArray[np.float64], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
 
+    odd = shape.neurons - file.hidden[0]
     bias = np.full(len(file.elements), float(file.bias))
     if file.type_bias is not None:
         bias = bias + file.type_bias
@@ -212,9 +225,9 @@ def prepare(file: NepFile, elements: Sequence[int], device: torch.device) -> Mod
         inverse_radial=tensor(_inverse(file.cutoff_radial, present)),
         inverse_angular=tensor(_inverse(file.cutoff_angular, present)),
         networks=networks,
-        w0=tensor(np.pad(own(file.w0) * file.q_scaler, ((0, 0), (0, 0), (0, shape.row_inputs - shape.dim)))),
-        b0=tensor(own(file.b0)),
-        w1=tensor(own(file.w1)),
+        w0=tensor(np.pad(own(file.w0) * file.q_scaler, ((0, 0), (0, odd), (0, shape.row_inputs - shape.dim)))),
+        b0=tensor(np.pad(own(file.b0), ((0, 0), (0, odd)))),
+        w1=tensor(np.pad(own(file.w1), ((0, 0), (0, odd))) if odd else own(file.w1)),
         b1=tensor(own(file.b1)),
         w2=tensor(own(file.w2)),
         bias=tensor(bias[present], torch.float64),
