@@ -40,7 +40,7 @@ given = $(if $(filter command line,$(origin $(1))),$(2) $($(1)))
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-serve: $(SERVE_READY) ## Serve MODEL=nep.txt (a synthetic model without it); HOST=, PORT=, ARGS="--dtype float64".
+serve: $(SERVE_READY) ## Serve MODEL=nep.txt (a demonstration without it); HOST=, PORT=, ARGS="--dtype float64".
 	@exec $(RUN)/nepserve serve $(MODEL) $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
 
 test: $(TEST_READY) ## Run the tests, those aside that take longer than a minute; TESTS="tests/nepcore -k zbl".

@@ -100,7 +100,7 @@ def build(*, serve_flags: bool = True) -> typer.Typer:
 _SERVE_HELP = """Serve models over HTTP.
 
 Each MODEL is a nep.txt, or a folder with one (nep.txt, else nep_best.txt), optionally with a name: NAME=PATH. Without
-MODEL a tiny synthetic model is served, to try things out.
+MODEL a small model of seven metals is served, a demonstration.
 
 Every flag can also be a variable (NEPSERVE_PORT) or a key of the TOML file of --config (port); --show-config says what
 is in force and where it came from.

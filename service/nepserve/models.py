@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nepcore import bundled
 from nepcore.errors import ModelFileError
 from nepcore.files import nep_txt
 
@@ -88,7 +89,7 @@ class Source:
 
     Attributes:
         name: The name it is to be served under.
-        origin: The file it came from, for people; ``synthetic`` for the model of the demonstration.
+        origin: The file it came from, for people; ``bundled`` for the model that comes with the package.
         file: What it says.
         sha256: Hexadecimal digest of the file's bytes.
         copy: The private copy the engine loads.
@@ -133,11 +134,8 @@ def read_model(name: str, path: Path) -> Source:
 
 
 def demo_model() -> Source:
-    """The tiny synthetic model: it shows how the server answers, and its numbers mean nothing."""
-    from nepcore.synthetic import DEMO_NAME
-    from nepcore.synthetic import demo_model as make
-
-    return Source.from_bytes(DEMO_NAME, "synthetic", nep_txt.dumps(make()).encode())
+    """The small model that comes with the package, of seven metals: a demonstration."""
+    return Source.from_bytes(bundled.NAME, "bundled", bundled.content())
 
 
 def locate(path: Path) -> Path:

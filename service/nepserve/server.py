@@ -405,10 +405,10 @@ class _Process:
         log.info("nepserve %s on %s, API page %s/docs", __version__, self.url, self.url)
         for source in self.sources:
             elements = " ".join(source.file.elements)
-            if source.origin == "synthetic":
+            if source.origin == "bundled":
                 log.info(
-                    "model %s (%s): SYNTHETIC. No model was given, so this one shows how the server answers; its "
-                    "numbers are physically meaningless. Serve your own with: nepserve serve nep.txt",
+                    "model %s (%s): a DEMONSTRATION. No model was given, so this one, of seven metals after the EMT "
+                    "potential, shows how the server answers. Serve your own with: nepserve serve nep.txt",
                     source.name, elements,
                 )  # fmt: skip
             else:

@@ -90,8 +90,8 @@ def test_bad_files_are_named_as_the_user_named_them(tmp_path: Path) -> None:
 
 def test_the_demonstration() -> None:
     source = models.demo_model()
-    assert source.origin == "synthetic"
-    assert "Si" in source.file.elements
+    assert (source.name, source.origin) == ("demo-emt", "bundled")
+    assert source.file.elements == ("Al", "Ni", "Cu", "Pd", "Ag", "Pt", "Au")
     source.copy.close()
 
 

@@ -129,10 +129,12 @@ def test_start_lines(shared: ServerProcess) -> None:
 
 def test_without_a_model_the_demonstration_says_what_it_is() -> None:
     with running() as server:
-        line = server.wait_for("SYNTHETIC")
-        assert "physically meaningless" in line
+        line = server.wait_for("DEMONSTRATION")
+        assert "EMT" in line
         server.ready()
-        assert server.get("/v1/models").json()["models"][0]["origin"] == "synthetic"
+        model = server.get("/v1/models").json()["models"][0]
+        assert model["origin"] == "bundled"
+        assert set(model["about"]["errors"]) == {"energy", "force", "virial"}
 
 
 @pytest.mark.parametrize(

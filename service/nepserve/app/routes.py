@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
 import nepcore
+from nepcore import bundled
 from nepserve.models import public_name
 from nepserve.wire.request import WireError
 
@@ -47,6 +48,8 @@ def describe(service: Service, version: Version) -> dict[str, Any]:
         "loaded_at": version.loaded_at,
         "file": file.describe(),
     }
+    if version.source.origin == "bundled":
+        described["about"] = bundled.about()
     described.update({key: value for key, value in version.info.items() if key not in described})
     return described
 

@@ -32,7 +32,7 @@ class Model(BaseModel):
 
     name: str
     aliases: list[str] = Field(description="Other names that requests may use.")
-    origin: str = Field(description="File it was loaded from.")
+    origin: str = Field(description="File it was loaded from; `bundled` for the one that comes with the package.")
     sha256: str = Field(description="Digest of that file.")
     dtype: Literal["float32", "float64"] = Field(description="Arithmetic of descriptors, networks and forces.")
     elements: list[str] = Field(description="Chemical elements it knows, in its own order.")
@@ -43,6 +43,7 @@ class Model(BaseModel):
     backend: str | None = Field(None, description="How its physics is computed.")
     device: str | None = Field(None, description="Where it is computed.")
     file: dict[str, Any] = Field(description="What its file says: version, cutoffs, sizes, ZBL ...")
+    about: dict[str, Any] | None = Field(None, description="Of the bundled model: its purpose, data and errors.")
 
 
 class Models(BaseModel):
