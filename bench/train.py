@@ -118,15 +118,15 @@ def ours(path: Path, system: str, batch: int, options: argparse.Namespace, *, co
     from nepcore.training.preparation import cut
 
     cuda = options.device == "cuda"
-    pieces = [p for b in training._plan.epoch(0) for p in cut(training._data, b[b >= 0], training._stepper)]  # noqa: SLF001
+    pieces = [cut(training._data, b[b >= 0], training._stepper) for b in training._plan.epoch(0)]  # noqa: SLF001
     ready = list(stream(training._data, pieces[:40], pin=cuda, pad=cuda, ahead=0))  # noqa: SLF001
     labels = [1.0, 3.0 * 32 * 250, 6.0]
     stepper = training._stepper  # noqa: SLF001
     steps = []
     for _ in range(3 if cuda else 1):
         begin = waited(options.device)
-        for arrays, widths, _ in ready:
-            stepper.step([(arrays, widths)], labels)
+        for parts in ready:
+            stepper.step(parts, labels)
         steps.append((waited(options.device) - begin) / len(ready) * 1e3)
     out = record(
         who="nepcore+compiled" if compiled else "nepcore", system=system, batch=batch, frames=len(frames),
@@ -147,8 +147,8 @@ def profile(stepper: Any, ready: list[Any]) -> None:
     from torch.profiler import profile as profiler
 
     with profiler(activities=[ProfilerActivity.CUDA]) as found:
-        for arrays, widths, _ in ready[:4]:
-            stepper.step([(arrays, widths)], [1.0, 1.0, 1.0])
+        for parts in ready[:4]:
+            stepper.step(parts, [1.0, 1.0, 1.0])
         waited("cuda")
     rows = sorted(found.key_averages(), key=lambda e: -e.device_time_total)[:28]
     total = sum(e.device_time_total for e in found.key_averages())

@@ -137,35 +137,3 @@ def contracted_gradient(unit: Tensor, weight: Tensor, l_max: int) -> Tensor:
                 re, im = power[m - 1]
                 out[2] = out[2] + (w_re * re + w_im * im) * _horner(slope, z)
     return torch.stack(out)
-
-
-def gradients(unit: Tensor, l_max: int) -> Tensor:
-    """∇Y_b with respect to x, y, z taken as independent, for every b.
-
-    Args:
-        unit: (3, ...) unit vectors.
-        l_max: Highest degree.
-
-    Returns:
-        (3, l_max (l_max + 2), ...); see :func:`contracted_gradient`.
-    """
-    x, y, z = unit[0], unit[1], unit[2]
-    zero, one = torch.zeros_like(x), torch.ones_like(x)
-    power = [(one, zero), *_powers(x, y, l_max)]
-    rows: list[list[Tensor]] = [[], [], []]
-    for l in range(1, l_max + 1):
-        for m in range(l + 1):
-            p = _horner(POLYNOMIALS[l][m], z)
-            slope = _derivative(POLYNOMIALS[l][m])
-            dp = _horner(slope, z) if slope else 0.0
-            if m == 0:
-                rows[0].append(zero)
-                rows[1].append(zero)
-                rows[2].append(zero + dp)
-                continue
-            (re, im), (a, b) = power[m], power[m - 1]
-            along = p * float(m)
-            rows[0] += [a * along, b * along]
-            rows[1] += [-b * along, a * along]
-            rows[2] += [re * dp, im * dp]
-    return torch.stack([torch.stack(row) for row in rows])

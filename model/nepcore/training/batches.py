@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from nepcore.structures import ragged_arange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -40,6 +40,7 @@ class Plan:
     lanes: tuple[NDArray[np.int64], ...]
     cost: NDArray[np.float64]
     seed: int
+    _dealt: dict[int, list[list[int]]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, work: NDArray[np.float64], batch: int, seed: int) -> Plan:
@@ -60,14 +61,15 @@ class Plan:
 
     def _lanes_of(self, rank: int, size: int) -> list[int]:
         """Lanes of a process: dealt by their cost, each to whoever has least so far."""
-        load = [0.0] * size
-        mine = []
-        for lane in np.argsort(self.cost, kind="stable")[::-1].tolist():
-            owner = load.index(min(load))
-            load[owner] += float(self.cost[lane])
-            if owner == rank:
-                mine.append(lane)
-        return sorted(mine)
+        if size not in self._dealt:
+            load = [0.0] * size
+            lanes: list[list[int]] = [[] for _ in range(size)]
+            for lane in np.argsort(self.cost, kind="stable")[::-1].tolist():
+                owner = load.index(min(load))
+                load[owner] += float(self.cost[lane])
+                lanes[owner].append(lane)
+            self._dealt[size] = [sorted(own) for own in lanes]
+        return self._dealt[size][rank]
 
     def epoch(self, number: int) -> list[NDArray[np.int64]]:
         """Frames of each batch of an epoch, in the order of the lanes; -1 where a lane has none left."""
@@ -237,50 +239,58 @@ def widths(arrays: Arrays, *, pad: bool) -> tuple[int, int]:
     return max(radial, angular), angular
 
 
-Prepared = tuple["Arrays", tuple[int, int], "NDArray[np.int64]"]
-"""Arrays on the host, their widths, and the frames."""
+Part = tuple[Arrays, tuple[int, int]]
+"""Arrays on the host, and their widths."""
 
 
 def stream(
-    data: Dataset, batches: Sequence[NDArray[np.int64]], *, pin: bool, pad: bool, ahead: int = 3
-) -> Iterator[Prepared]:
-    """Arrays of one batch after the other, made by a thread of its own a few steps ahead.
+    data: Dataset, steps: Iterable[Sequence[NDArray[np.int64]]], *, pin: bool, pad: bool, ahead: int = 3
+) -> Iterator[list[Part]]:
+    """Arrays of one step after the other, made by a thread of its own some steps ahead.
 
-    An empty batch comes as one, too. Nothing is left running when the iterator is closed.
+    Args:
+        data: The data set.
+        steps: The frames of each step, in one or more pieces, or none.
+        pin, pad: As of :func:`assemble`.
+        ahead: How many steps; 0: no thread.
+
+    Nothing is left running when the iterator is closed.
     """
 
-    def made(frames: NDArray[np.int64]) -> Prepared:
-        arrays = assemble(data, frames, pin=pin, pad=pad)
-        return arrays, widths(arrays, pad=pad), frames
+    def made(pieces: Sequence[NDArray[np.int64]]) -> list[Part]:
+        arrays = [assemble(data, frames, pin=pin, pad=pad) for frames in pieces]
+        return [(a, widths(a, pad=pad)) for a in arrays]
 
-    if ahead < 1 or len(batches) < 2:
-        for frames in batches:
-            yield made(frames)
+    if ahead < 1:
+        for pieces in steps:
+            yield made(pieces)
         return
-    ready: queue.Queue[Prepared | BaseException] = queue.Queue(ahead)
+    ready: queue.Queue[list[Part] | BaseException | None] = queue.Queue(ahead)
     over = threading.Event()
 
-    def work() -> None:
-        for frames in batches:
-            item: Prepared | BaseException
+    def give(item: list[Part] | BaseException | None) -> bool:
+        while not over.is_set():
             try:
-                item = made(frames)
-            except BaseException as error:
-                item = error
-            while not over.is_set():
-                try:
-                    ready.put(item, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if over.is_set() or isinstance(item, BaseException):
-                return
+                ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def work() -> None:
+        try:
+            for pieces in steps:
+                if not give(made(pieces)):
+                    return
+        except BaseException as error:
+            give(error)
+        else:
+            give(None)
 
     thread = threading.Thread(target=work, name="batches", daemon=True)
     thread.start()
     try:
-        for _ in batches:
-            item = ready.get()
+        while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item

@@ -28,6 +28,7 @@ from .geometry import (
     spread_of,
     virial_of,
 )  # fmt: skip
+from .polynomials import gradient_of, harmonics_tables, invariants_of, invariants_tables
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +86,6 @@ class _Base:
         self.cutoff_angular = nep.cutoff_angular.to(dtype)
         self.far = 2.0 * nep.max_cutoff
         self.sizes = Sizes(len(model.elements), nep.c_radial.shape[1], nep.c_angular.shape[1], nep.l_max)
-        self.monomials = invariants.tables(nep.switches, nep.l_max, dtype, device)
         self.one_network = model.version == 3
 
 
@@ -94,6 +94,8 @@ class BySums(_Base):
 
     def __init__(self, model: NepFile, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> None:
         super().__init__(model, dtype, device)
+        self._harmonics = harmonics_tables(self.shape.l_max, dtype, device)
+        self._invariants = invariants_tables(self.shape.switches, self.shape.l_max, dtype, device)
         self._geometry: Any = geometry_of
         self._atoms: Any = self._of_atoms
         self._map = PairMap(forces_of, spread_of)
@@ -106,7 +108,7 @@ class BySums(_Base):
         """See :class:`Forward`."""
         slots = slots_of(arrays, widths, self.sizes.types, self.far)
         cutoffs = self.cutoff_radial, self.cutoff_angular
-        return self._geometry(slots, widths[1], self.sizes, *cutoffs, arrays.types)
+        return self._geometry(slots, widths[1], self.sizes, *cutoffs, arrays.types, self._harmonics)
 
     def __call__(
         self, parameters: dict[str, Tensor], q_scaler: Tensor, arrays: Arrays, prepared: object, forces: bool = True
@@ -129,25 +131,24 @@ class BySums(_Base):
         temperature: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Site energies, descriptors, and the derivatives by the sums."""
-        shape = self.shape
         A = center.shape[0]
         c_r, c_a = (_by_center(parameters[name], center) for name in ("c_radial", "c_angular"))  # (A, n, T k)
         s_r = torch.bmm(c_r, radial[..., None]).squeeze(2)  # (A, n)
-        s_a = torch.bmm(c_a, angular).permute(2, 0, 1)  # (b, A, n)
-        q_a = invariants.invariants(s_a, shape.l_max, shape.switches, self.monomials)  # (blocks, A, n)
-        q = torch.cat([s_r, q_a.permute(1, 0, 2).reshape(A, -1)], dim=1)
+        n_r, n_a = c_r.shape[1], c_a.shape[1]
+        s_a = torch.bmm(c_a, angular).flatten(0, 1)  # (A n, b)
+        q_a = invariants_of(s_a, self._invariants)  # (A n, blocks)
+        blocks = q_a.shape[1]
+        q = torch.cat([s_r, q_a.view(A, n_a, blocks).transpose(1, 2).reshape(A, -1)], dim=1)
         if temperature is not None:
             q = torch.cat([q, temperature[:, None]], dim=1)
         q = q * q_scaler
         energies, slope = _networks(parameters, q, center[:, :1] * 0.0 + 1.0 if self.one_network else center)
         slope = slope * q_scaler
-        n_r, n_a = c_r.shape[1], c_a.shape[1]
         by_s_r = slope[:, :n_r]
-        blocks = shape.l_max + len(shape.switches)
-        by_q_a = slope[:, n_r : n_r + blocks * n_a].reshape(A, blocks, n_a).permute(1, 0, 2)
-        by_s_a = invariants.gradient(s_a, by_q_a, shape.l_max, shape.switches, self.monomials)  # (b, A, n)
+        by_q_a = slope[:, n_r : n_r + blocks * n_a].view(A, blocks, n_a).transpose(1, 2).reshape(A * n_a, blocks)
+        by_s_a = gradient_of(s_a, by_q_a, self._invariants).view(A, n_a, -1)
         by_radial = torch.bmm(c_r.transpose(1, 2), by_s_r[..., None]).squeeze(2)  # (A, T k)
-        by_angular = torch.bmm(c_a.transpose(1, 2), by_s_a.permute(1, 2, 0))  # (A, T k, b)
+        by_angular = torch.bmm(c_a.transpose(1, 2), by_s_a)  # (A, T k, b)
         return energies, q, by_radial, by_angular
 
 
@@ -157,6 +158,7 @@ class ByForm(_Base):
     def __init__(self, form: str, model: NepFile, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(model, dtype, device)
         self.form = FORMS[form]
+        self.monomials = invariants.tables(self.shape.switches, self.shape.l_max, dtype, device)
 
     def prepare(self, arrays: Arrays, widths: tuple[int, int]) -> tuple[Slots, int]:
         """See :class:`Forward`."""

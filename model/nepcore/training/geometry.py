@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from nepcore.physics import harmonics
-from nepcore.physics.basis import radial_basis
+from .polynomials import Harmonics, radial_functions, values
 
 if TYPE_CHECKING:
     from .batches import Arrays
@@ -43,11 +42,12 @@ class Geometry(NamedTuple):
     """Constants of a batch; b counts harmonics, k functions of the basis."""
 
     slots: Slots
+    own: Tensor  # (A,) types
     of_type: Tensor  # (A, T, w) one-hot types of the neighbours
     slope: Tensor  # (A, w, k) derivatives of the radial basis
     table: Tensor  # (A, 2v, T k): the angular basis, then its derivatives, in the columns of the neighbour's type
     y: Tensor  # (A, v, b)
-    turn: Tensor  # (3, A, v, b): derivatives of the harmonics by the vector, 1/Å
+    turn: Tensor  # (A, v, 3, b): derivatives of the harmonics by the vector, 1/Å
     radial: Tensor  # (A, T k) sums of the radial basis
     angular: Tensor  # (A, T k, b) sums of the angular basis times harmonics
 
@@ -79,8 +79,9 @@ def slots_of(arrays: Arrays, widths: tuple[int, int], n_types: int, far: float) 
 
 
 def geometry_of(
-    slots: Slots, width: int, sizes: Sizes, cutoff_radial: Tensor, cutoff_angular: Tensor, types: Tensor
-) -> Geometry:
+    slots: Slots, width: int, sizes: Sizes, cutoff_radial: Tensor, cutoff_angular: Tensor, types: Tensor,
+    tables: Harmonics,
+) -> Geometry:  # fmt: skip
     """Constants of a batch.
 
     Args:
@@ -89,25 +90,25 @@ def geometry_of(
         sizes: Sizes of the basis.
         cutoff_radial, cutoff_angular: (T, T), Å, in the dtype of the rest.
         types: (A,) int64.
+        tables: Of the harmonics.
     """
     A = slots.r.shape[0]
     T, v = sizes.types, width
     one = torch.arange(T, device=types.device)
     of_type = (slots.types[:, None, :] == one[:, None]).to(slots.r.dtype)  # (A, T, w)
-    f, df = radial_basis(slots.r, cutoff_radial[types[:, None], slots.types], sizes.radial)
-    radial = torch.bmm(of_type, f.permute(1, 2, 0)).reshape(A, -1)
+    f, slope = radial_functions(slots.r, cutoff_radial[types[:, None], slots.types], sizes.radial)
+    radial = torch.bmm(of_type, f).reshape(A, -1)
     tj, r, unit = slots.types[:, :v], slots.r[:, :v], slots.unit[:, :, :v]
-    basis = radial_basis(r, cutoff_angular[types[:, None], tj], sizes.angular)  # (2, k, A, v)
-    basis = basis.permute(2, 0, 3, 1).reshape(A, 2 * v, sizes.angular)
+    basis = torch.cat(radial_functions(r, cutoff_angular[types[:, None], tj], sizes.angular), dim=1)  # (A, 2v, k)
     mine = of_type[:, :, :v].transpose(1, 2).repeat(1, 2, 1)  # (A, 2v, T)
     table = (mine[..., None] * basis[:, :, None, :]).reshape(A, 2 * v, -1)
-    y = harmonics.harmonics(unit, sizes.l_max)  # (b, A, v)
-    grad = harmonics.gradients(unit, sizes.l_max)  # (3, b, A, v)
-    outward = (unit[:, None] * grad).sum(dim=0)
-    turn = ((grad - unit[:, None] * outward) / r).permute(0, 2, 3, 1).contiguous()
-    y = y.permute(1, 2, 0).contiguous()
+    direction = unit.permute(1, 2, 0).reshape(A * v, 3)
+    found = values(direction, tables).view(A, v, 5, -1)
+    y = found[:, :, 0]
+    turn = found[:, :, 1:4] - direction.view(A, v, 3, 1) * found[:, :, 4:]
+    turn = turn / r[:, :, None, None]
     angular = torch.bmm(table[:, :v].transpose(1, 2), y)
-    return Geometry(slots, of_type, df.permute(1, 2, 0).contiguous(), table, y, turn, radial, angular)
+    return Geometry(slots, types, of_type, slope, table, y, turn, radial, angular)
 
 
 class PairMap(NamedTuple):
@@ -138,18 +139,21 @@ def forces_of(
 ) -> tuple[Tensor, Tensor]:
     """∂E/∂M (A, T k) and (A, T k, b) → forces (A, 3), eV/Å, and virials (B, 9), eV."""
     slots = geometry.slots
-    A, T, _ = geometry.of_type.shape
+    A, T = geometry.of_type.shape[:2]
     v = geometry.y.shape[1]
-    weight = torch.bmm(geometry.of_type.transpose(1, 2), radial.reshape(A, T, -1))  # (A, w, k)
-    along = (geometry.slope * weight).sum(dim=2)
+    table = radial.view(A, T, -1)
+    # Both ends of a radial pair at once: a lookup, where adding to the neighbour would be a scattered sum.
+    weight = torch.bmm(geometry.of_type.transpose(1, 2), table) + table[slots.neighbor, geometry.own[:, None]]
+    pull = (geometry.slope * weight).sum(dim=2) * slots.unit  # (3, A, w)
     by = torch.bmm(geometry.table, angular)  # (A, 2v, b): by Y_b, then by r and Y_b
     outward = (by[:, v:] * geometry.y).sum(dim=2)
-    along = torch.cat([along[:, :v] + outward, along[:, v:]], dim=1)
-    sideways = (by[:, :v] * geometry.turn).sum(dim=3)  # (3, A, v)
-    push = along * slots.unit  # (3, A, w): ∂U_i/∂r_ij
-    push = torch.cat([push[:, :, :v] + sideways, push[:, :, v:]], dim=2)
-    forces = push.sum(dim=2).T.index_add(0, slots.neighbor.reshape(-1), -push.reshape(3, -1).T)
-    return forces, virial_of(push, slots, frame, n_frames)
+    sideways = (by[:, :v, None] * geometry.turn).sum(dim=3)  # (A, v, 3)
+    push = sideways.permute(2, 0, 1) + outward * slots.unit[:, :, :v]  # (3, A, v): angular ∂U_i/∂r_ij
+    forces = (pull.sum(dim=2) + push.sum(dim=2)).T
+    forces = forces.index_add(0, slots.neighbor[:, :v].reshape(-1), -push.reshape(3, -1).T)
+    half = 0.5 * pull
+    half[:, :, :v] += push
+    return forces, virial_of(half, slots, frame, n_frames)
 
 
 def virial_of(push: Tensor, slots: Slots, frame: Tensor, n_frames: int) -> Tensor:
@@ -171,7 +175,7 @@ def spread_of(geometry: Geometry, by_forces: Tensor, by_virial: Tensor, frame: T
     shift = shift - torch.bmm(own.transpose(1, 2), vector.permute(1, 0, 2)).permute(1, 0, 2)  # (3, A, w)
     along = (shift * slots.unit).sum(dim=0)  # (A, w)
     radial = torch.bmm(geometry.of_type, geometry.slope * along[..., None]).reshape(A, -1)
-    sideways = (shift[:, :, :v, None] * geometry.turn).sum(dim=0)  # (A, v, b)
+    sideways = (shift[:, :, :v].permute(1, 2, 0)[..., None] * geometry.turn).sum(dim=2)  # (A, v, b)
     outward = geometry.y * along[:, :v, None]
     angular = torch.bmm(geometry.table.transpose(1, 2), torch.cat([sideways, outward], dim=1))
     return radial, angular

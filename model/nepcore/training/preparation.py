@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from nepcore.files.nep_txt import NepFile
     from nepcore.files.xyz import Frames
 
+    from .batches import Part
     from .distributed import Group
     from .settings import Settings
-    from .stepper import Part, Stepper
+    from .stepper import Stepper
 
 logger = logging.getLogger("nepcore")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from nepcore.files.nep_txt import NepFile
 
-    from .batches import Arrays
+    from .batches import Arrays, Part
     from .forward import Forward
     from .parameters import Layout
     from .settings import Settings
@@ -89,9 +89,6 @@ class State:
         """Start Adam anew."""
         for tensor in (self.first, self.second, self.count):
             tensor.zero_()
-
-
-Part = tuple["Arrays", tuple[int, int]]
 
 
 class Stepper:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from nepcore.files.nep_txt import NepFile
     from nepcore.files.xyz import Frames
 
+    from .batches import Part
     from .settings import Settings
 
 logger = logging.getLogger("nepcore")
@@ -217,6 +218,13 @@ class Training:
         return Models(best, final, average)
 
     def _epochs(self) -> Iterator[Progress]:
+        cuda = self.device.type == "cuda"
+        feed = self._feed(self._epoch, self._batch)
+        source = stream(self._data, feed, pin=cuda, pad=cuda, ahead=4 if cuda else 0)
+        with contextlib.closing(source):  # type: ignore[type-var]
+            yield from self._stages_from(source)
+
+    def _stages_from(self, source: Iterator[list[Part]]) -> Iterator[Progress]:
         clock = Clock(self._seconds)
         saved = time.monotonic()
         while True:
@@ -227,7 +235,7 @@ class Training:
             lambdas = (stage.lambda_e, stage.lambda_f, stage.lambda_v)
             lr = self._schedule.lr
             self._stepper.set(lr, lambdas)
-            stopped = yield from self._steps(clock, lr)
+            stopped = yield from self._steps(clock, lr, source)
             if stopped:
                 self._seconds = clock.seconds()
                 self._save()
@@ -260,30 +268,32 @@ class Training:
             if self._schedule.stage.epochs:
                 self._say(f"stage {self._schedule.stage.number} begins after epoch {self._epoch} ({why})")
 
-    def _steps(self, clock: Clock, lr: float) -> Any:
+    def _feed(self, epoch: int, batch: int) -> Iterator[list[NDArray[np.int64]]]:
+        """Frames of every step from there to the end of the last epoch, in pieces."""
+        for number in range(epoch, self.settings.epochs):
+            for frames in self._plan.epoch(number)[batch if number == epoch else 0 :]:
+                yield cut(self._data, self._mine(frames), self._stepper)
+
+    def _mine(self, batch: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Frames of a batch that this process evaluates, by their numbers in its data set."""
+        return np.searchsorted(self._owned, self._plan.share(batch, self.group.rank, self.group.size))
+
+    def _steps(self, clock: Clock, lr: float, source: Iterator[list[Part]]) -> Any:
         """The rest of an epoch's steps; says whether the training is to stop."""
         batches = self._plan.epoch(self._epoch)
-        mine = [self._local(self._plan.share(batch, self.group.rank, self.group.size)) for batch in batches]
-        parts = [cut(self._data, frames, self._stepper) for frames in mine[self._batch :]]
-        cuda = self.device.type == "cuda"
-        source = stream(
-            self._data, [piece for step in parts for piece in step], pin=cuda, pad=cuda, ahead=4 if cuda else 0
-        )
         watch = Watch(self._state.totals)
-        with contextlib.closing(source):  # type: ignore[type-var]
-            for k, step in enumerate(parts, self._batch):
-                if self._told_to_stop(k):
-                    return True
-                arrays = [next(source) for _ in step]
-                labels = self._labels[batches[k][batches[k] >= 0]].sum(axis=0)
-                self._stepper.step([(a, w) for a, w, _ in arrays], labels.tolist())
-                self._batch, self._step = k + 1, self._step + 1
-                watch.look((k, mine[k]))
-                for bad in watch.bad():
-                    self._undone(*bad)
-                clock.frames += int((batches[k] >= 0).sum())
-                if clock.speak():
-                    yield self._record("step", clock, lr, None, None, best=False, messages=self._said())
+        for k in range(self._batch, len(batches)):
+            if self._told_to_stop(k):
+                return True
+            batch = batches[k][batches[k] >= 0]
+            self._stepper.step(next(source), self._labels[batch].sum(axis=0).tolist())
+            self._batch, self._step = k + 1, self._step + 1
+            watch.look((k, batches[k]))
+            for bad in watch.bad():
+                self._undone(*bad)
+            clock.frames += len(batch)
+            if clock.speak():
+                yield self._record("step", clock, lr, None, None, best=False, messages=self._said())
         for bad in watch.bad(wait=True):
             self._undone(*bad)
         return self._told_to_stop(0)
@@ -294,8 +304,8 @@ class Training:
             return self._stop
         return k % 16 == 0 and self.group.agree(self._stop, self.device)
 
-    def _undone(self, k: int, frames: NDArray[np.int64], in_row: int) -> None:
-        where = diagnose(self._stepper, self._data, frames)
+    def _undone(self, k: int, batch: NDArray[np.int64], in_row: int) -> None:
+        where = diagnose(self._stepper, self._data, self._mine(batch))
         self._say(f"epoch {self._epoch + 1}, step {k + 1} was undone: {where}")
         if in_row < MOST_BAD:
             return
@@ -338,12 +348,11 @@ class Training:
             return None, None
         total = torch.zeros(9, dtype=torch.float64, device=self.device)
         cuda = self.device.type == "cuda"
-        shares = []
-        for batch in self._valid_batches:
-            shares += cut(self._valid, batch, self._stepper)
-        for arrays, w, _ in stream(self._valid, shares, pin=cuda, pad=cuda, ahead=2 if cuda else 0):
-            found = self._stepper.errors(arrays, w)
-            total += torch.cat([found.weighted, found.plain, found.labels])
+        shares = [cut(self._valid, batch, self._stepper) for batch in self._valid_batches]
+        for parts in stream(self._valid, shares, pin=cuda, pad=cuda, ahead=2 if cuda else 0):
+            for arrays, w in parts:
+                found = self._stepper.errors(arrays, w)
+                total += torch.cat([found.weighted, found.plain, found.labels])
         self.group.add(total)
         weighted, plain, labels = torch.split(total, 3)
         lam = torch.tensor(lambdas, dtype=torch.float64, device=self.device)
@@ -366,9 +375,6 @@ class Training:
             best=best, frames_per_second=clock.rate(), seconds=clock.seconds(),
             seconds_left=clock.left(done, self.settings.epochs), messages=messages, device_bytes=memory,
         )  # fmt: skip
-
-    def _local(self, frames: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.searchsorted(self._owned, frames)
 
     def _say(self, text: str) -> None:
         if self.group.leads:
