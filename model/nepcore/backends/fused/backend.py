@@ -32,7 +32,7 @@ logger = logging.getLogger("nepcore")
 SMALL = 8192
 """Atoms of the largest structure in which every atom looks at every other one."""
 
-CHUNK = 16384
+CHUNK = 32768
 """Atoms of small structures that are evaluated at a time, while the next ones are packed."""
 
 ALL_TYPES = 4
@@ -349,10 +349,11 @@ class Task:
             self.virial[where] = out["virial"][:S]
         for name, target in self.rows.items():
             target[atoms] = out["energy" if name == "energies" else name][:n]
-        self.done[where] = out["state"][:S] == 0
+        done = out["state"][:S] == 0
+        self.done[where] = done
         flying.popleft()
         self.backend.give(slot)
-        return n
+        return n if done.all() else int(block.counts[start:stop][done].sum())
 
     def _atoms(self, where: NDArray[np.int64]) -> NDArray[np.int64]:
         from nepcore.structures import ragged_arange
@@ -382,7 +383,7 @@ class Task:
         if self.virial is not None:
             self.virial[i] = total[:9]
         self.done[i] = well
-        yield one.n_atoms
+        yield one.n_atoms if well else 0
 
     def finish(self) -> Generator[int, None, None]:
         """Evaluate what is left by the torch backend, which also finds the words for what is wrong."""

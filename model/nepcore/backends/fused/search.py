@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 COINCIDENT = 1
 """Bit of a structure's state: two of its atoms are at one place."""
 
@@ -160,23 +159,23 @@ def find_reverse(
     start = 0
     while start < most:
         there = start + slot < count[:, None]
-        at = base + start + slot
-        j = tl.load(angular_index + at, mask=there, other=0)
+        j = tl.load(angular_index + base + start + slot, mask=there, other=0)
         theirs = tl.where(there, tl.load(angular_count + j, mask=there, other=0), 0)
         back = tl.zeros([A, G], tl.int32)
         if IMAGES:
-            image = tl.load(angular_image + at, mask=there, other=0)
+            image = tl.load(angular_image + base + start + slot, mask=there, other=0)
             back = (-image) & 1023
             back = back | (((-(image >> 10)) & 1023) << 10) | (((-(image >> 20)) & 1023) << 20)
+        at = tl.zeros([A, G], tl.int32)
         row = (j * MA)[:, :, None]
-        longest = tl.max(tl.max(theirs, 1), 0)
+        stop_c = tl.max(tl.max(theirs, 1), 0)
         c = 0
-        while c < longest:
+        while c < stop_c:
             valid = c + lane < theirs[:, :, None]
             same = valid & (tl.load(angular_index + row + c + lane, mask=valid, other=-1) == i[:, None, None])
             if IMAGES:
                 same = same & (tl.load(angular_image + row + c + lane, mask=valid, other=0) == back[:, :, None])
-            # One lane finds it, and no sum over lanes is needed to tell.
-            tl.store(angular_reverse + at[:, :, None] + tl.zeros_like(lane), row + c + lane, mask=same)
+            at += tl.sum(tl.where(same, c + lane, 0), 2)
             c += C
+        tl.store(angular_reverse + base + start + slot, j * MA + at, mask=there)
         start += G
