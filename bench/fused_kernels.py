@@ -2,6 +2,8 @@
 
     python -m bench.fused_kernels [--systems si5 pbte unep c24] [--kernels angular_sums ...] [--skin 0.5]
 
+Several may run at a time, one a system: they compile together and measure one after the other.
+
 Large rattled crystals (256 to 512 thousand atoms), lists ready, virials not wanted. A kernel is run with the arguments
 that an evaluation gives it, and every shape is measured with device events, the median of several launches.
 """
@@ -11,11 +13,12 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ KERNELS = (
 )  # fmt: skip
 COPIES = {"si5": (8, 8, 8), "pbte": (8, 8, 4), "unep": (8, 8, 4), "c24": (6, 6, 6)}
 DEVICE = torch.device("cuda")
+LOCK = Path(tempfile.gettempdir()) / "fused_kernels.lock"
 
 # Shapes that are tried, by kernel: the field of `Tiles` and its values.
 SHAPES: dict[str, tuple[str, list[tuple[int, ...]]]] = {
@@ -168,7 +172,7 @@ def jobs_of(model: Model, lists: Lists, kernels: list[str]) -> list[tuple[str, A
         for tiles in shapes_of(model, kernel):
             for call in recorded(model, lists, outputs, scratch, tiles):
                 if call[0].__name__ == kernel:
-                    jobs.append((kernel, getattr(tiles, SHAPES[kernel][0]) if kernel in SHAPES else (), call))
+                    jobs += [(kernel, getattr(tiles, SHAPES[kernel][0]), call)]
     return jobs
 
 
@@ -178,7 +182,42 @@ def deviations(name: str, outputs: Outputs) -> str:
     one = Structures.pack([Structure.make(*systems.raw(name, systems.cells.SYSTEMS[name]["rep"]))])
     wanted = Calculator.of(file, device="cuda", dtype="float64", backend="mulsum").evaluate(one, ["energies", "forces"])
     energies, forces = outputs.energy[: one.n_atoms].cpu().numpy(), outputs.forces[: one.n_atoms].cpu().numpy()
-    return f"off by {np.abs(energies - wanted['energies']).max():.1e} eV, {np.abs(forces - wanted['forces']).max():.1e} eV/Å"
+    off = [np.abs(found - wanted[key]).max() for key, found in (("energies", energies), ("forces", forces))]
+    return f"off by {off[0]:.1e} eV and {off[1]:.1e} eV/Å"
+
+
+def measure(name: str, skin: float, kernels: list[str]) -> list[dict[str, Any]]:
+    """Times of one system; compiles first, and has the device to itself while it measures."""
+    begin = time.perf_counter()
+    model, lists = system(name, skin)
+    n = lists.rows.shape[0]
+    outputs, scratch = buffers(model, lists)
+
+    def evaluate() -> None:
+        chain.forward(model, lists, outputs, scratch)
+
+    evaluate()
+    torch.cuda.synchronize()
+    print(f"{name}: first evaluation after {time.perf_counter() - begin:.0f} s", flush=True)
+    errors = deviations(name, outputs)
+    jobs = jobs_of(model, lists, kernels)
+    for _, _, (jit, grid, args, opts) in jobs:
+        jit[grid](*args, **opts)
+    torch.cuda.synchronize()
+    rows = []
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        evaluate()
+        print(f"{name}: {n} atoms, slots {lists.radial_index.shape[1]} and {lists.angular_index.shape[1]}, all kernels "
+              f"{milliseconds(evaluate) * 1e6 / n:.2f} ns/atom, {errors}", flush=True)  # fmt: skip
+        for kernel, shape, (jit, grid, args, opts) in jobs:
+            compiled = jit[grid](*args, **opts)
+            ns = milliseconds(partial(jit[grid], *args, **opts)) * 1e6 / n
+            row = {"system": name, "kernel": kernel, "shape": shape, "ns": ns, "registers": compiled.n_regs}
+            rows.append(row)
+            print(f"  {kernel:15s} {shape!s:18s} {ns:7.3f} ns  registers {compiled.n_regs}  spills {compiled.n_spills}",
+                  flush=True)  # fmt: skip
+    return rows
 
 
 def main() -> None:
@@ -188,44 +227,7 @@ def main() -> None:
     parser.add_argument("--skin", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    kernels = [k for k in options.kernels if hasattr(chain, k)]
-    begin = time.perf_counter()
-    built = {name: system(name, options.skin) for name in options.systems}
-    print(f"lists ready after {time.perf_counter() - begin:.0f} s", flush=True)
-    table: list[dict[str, Any]] = []
-    for name, (model, lists) in built.items():
-        n = lists.rows.shape[0]
-        outputs, scratch = buffers(model, lists)
-        start = time.perf_counter()
-        chain.forward(model, lists, outputs, scratch)
-        torch.cuda.synchronize()
-        print(f"first evaluation {time.perf_counter() - start:.1f} s")
-        whole = milliseconds(lambda: chain.forward(model, lists, outputs, scratch))  # noqa: B023
-        print(f"{name}: {n} atoms, slots {lists.radial_index.shape[1]} and {lists.angular_index.shape[1]}, "
-              f"everything {whole * 1e6 / n:.2f} ns/atom, {deviations(name, outputs)}, after {time.perf_counter() - begin:.0f} s", flush=True)  # fmt: skip
-        jobs = jobs_of(model, lists, kernels)
-        for _, _, (jit, grid, args, opts) in jobs:
-            jit[grid](*args, **opts)
-        torch.cuda.synchronize()
-        lock = open("/tmp/fused_kernels.lock", "w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        chain.forward(model, lists, outputs, scratch)
-        print(
-            f"{name} again {milliseconds(lambda: chain.forward(model, lists, outputs, scratch)) * 1e6 / n:.2f} ns/atom"
-        )
-        for kernel, shape, (jit, grid, args, opts) in jobs:
-            compiled = jit[grid](*args, **opts)
-            time_ms = milliseconds(lambda: jit[grid](*args, **opts))  # noqa: B023
-            row = {
-                "system": name, "kernel": kernel, "shape": shape, "ns": time_ms * 1e6 / n,
-                "registers": compiled.n_regs, "spills": compiled.n_spills,
-            }  # fmt: skip
-            table.append(row)
-            print(
-                f"  {kernel:15s} {shape!s:18s} {row['ns']:7.3f} ns  regs {row['registers']} spills {row['spills']}",
-                flush=True,
-            )
-    print(f"done after {time.perf_counter() - begin:.0f} s")
+    table = [row for name in options.systems for row in measure(name, options.skin, options.kernels)]
     if options.out:
         options.out.write_text(json.dumps(table))
 

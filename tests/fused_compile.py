@@ -1,4 +1,4 @@
-"""Compile all kernels of the fused backend's physics for a target, ``backend:architecture:lanes``; print their names."""
+"""Compile the fused backend's kernels of the physics for ``backend:architecture:lanes``; print their names."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from nepcore.backends.fused.network import tanh
 from nepcore.backends.fused.pairs import basis, basis_slopes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED_ATOMS = 12
 BOUNDS = {"energies": 2e-5, "forces": 1e-4, "virials": 1e-4, "descriptors": 1e-4}
 SHAPES: dict[str, dict[str, object]] = {
     "one element": {"elements": ("Si",), "switches": ("q222", "q1111"), "n_max": (4, 5), "basis_size": (6, 7)},
@@ -116,11 +117,15 @@ def test_wrapping_differences() -> None:
 def test_fixture_models(name: str) -> None:
     reference = references.load(name)
     file = nep_txt.read(reference.path)
-    present = sorted(set(file.admission.types[reference.structures.numbers].tolist()))
-    model = prepare(file, present, DEVICE)
-    found = evaluated(model, lists_of(reference.structures, file, present, DEVICE))
-    offsets = reference.structures.offsets
-    for i, (label, wanted) in enumerate(zip(reference.labels, reference.results, strict=True)):
+    # The interpreter takes its time: a few atoms have everything that many have.
+    most = INTERPRETED_ATOMS if DEVICE.type == "cpu" else 1 << 20
+    chosen = np.flatnonzero(reference.structures.counts <= most)
+    structures = reference.structures.select(chosen)
+    present = sorted(set(file.admission.types[structures.numbers].tolist()))
+    found = evaluated(prepare(file, present, DEVICE), lists_of(structures, file, present, DEVICE))
+    offsets = structures.offsets
+    for i, k in enumerate(chosen.tolist()):
+        label, wanted = reference.labels[k], reference.results[k]
         for key, tensor in zip(BOUNDS, found, strict=True):
             if key in wanted and wanted[key].size:
                 values = tensor[offsets[i] : offsets[i + 1]].cpu().numpy().reshape(wanted[key].shape)

@@ -52,7 +52,7 @@ def angular_sums(
     Writes sums (N, B, N_ROW), in whose rows each group of functions is padded to a multiple of four, and the
     descriptor's rows from FIRST on: q (D, N), not scaled.
     """
-    i, slot = lanes_of(N, A, G)
+    i, slot = lanes_of(A, G)
     n_first = tl.program_id(1) * GROUP
     inside = i < N
     B: tl.constexpr = L * (L + 2)
@@ -158,7 +158,7 @@ def angular_forces(
     With D_nb = ∂U_i/∂s_nb, P_b = Σ_n D_nb g_n and Q_b = Σ_n D_nb g_n′:
     G = r̂ Σ_b Q_b Y_b + (1/r) (1 − r̂ r̂ᵀ) Σ_b P_b ∇Y_b.
     """
-    i, slot = lanes_of(N, A, G)
+    i, slot = lanes_of(A, G)
     inside = i < N
     B: tl.constexpr = L * (L + 2)
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
@@ -256,7 +256,7 @@ def angular_gather(
     A: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """What the neighbours' energies do: F_i −= Σ_j G_ji, W_i += Σ_j r_ij ⊗ G_ji, each found by its reverse pair."""
-    i, slot = lanes_of(N, A, G)
+    i, slot = lanes_of(A, G)
     inside = i < N
     n_slots = tl.load(count + i, mask=inside, other=0)
     first = i.to(tl.int64) * MA

@@ -30,7 +30,7 @@ class Tiles:
     """Shapes of the programs: atoms, neighbours at a time, warps. They change the last bits of results.
 
     Attributes:
-        radial_sums, radial_forces, angular_sums, angular_forces, gather, repulsion: (atoms, neighbours at a time, warps).
+        radial_sums, radial_forces, angular_sums, angular_forces, gather, repulsion: (atoms, lanes of an atom, warps).
         slopes: (lanes, warps).
         network: (atoms of a lane, lanes of an atom, of both together, warps).
         weights: (lanes, warps).
@@ -57,7 +57,7 @@ def tiles(shape: Shape) -> Tiles:
         gather=(16, 8, 4),
         repulsion=(16, 8, 4),
         slopes=(128, 4),
-        network=(1, 4, 8, 1),
+        network=(2, 4, 8, 1),
         weights=(128, 4),
     )
 
@@ -65,9 +65,8 @@ def tiles(shape: Shape) -> Tiles:
 def interpreted(shape: Shape) -> Tiles:
     """Those for Triton's interpreter: each operation costs the same, however large."""
     del shape
-    return Tiles(
-        (64, 64, 4), (64, 64, 4), (64, 32, 4), (64, 32, 4), (64, 64, 4), (64, 64, 4), (1024, 4), (8, 4, 16, 1), (1024, 4)
-    )
+    wide = (64, 64, 4)
+    return Tiles(wide, wide, (64, 32, 4), (64, 32, 4), wide, wide, (1024, 4), (8, 4, 16, 1), (1024, 4))
 
 
 def scratch(
@@ -143,7 +142,7 @@ def forward(
     )  # fmt: skip
     R, S, A, warps = sizes.network
     network[(_cdiv(N, R * A) + (P if many else 0),)](
-        lists.rows, lists.structure, lists.temperatures, order, tally, model.w0, model.b0, model.w1, model.b1,
+        lists.structure, lists.temperatures, order, tally, model.w0, model.b0, model.w1, model.b1,
         model.w2, model.bias, model.scaler, scratch["hidden"], q, outputs.energy,
         q if outputs.descriptors is None else outputs.descriptors, N, P, model.networks,
         shape.dim, shape.row_inputs, shape.neurons, shape.hidden[1] if len(shape.hidden) > 1 else 0,

@@ -107,14 +107,13 @@ def gradient(s, f, L: tl.constexpr, SWITCHES_ON: tl.constexpr):
         for b in tl.static_range(l * l - 1, (l + 1) * (l + 1) - 1):
             value = (2.0 * weight(L, b)) * s[b] * f[l - 1]
             for bit in tl.static_range(N_SWITCHES):
-                if is_on(SWITCHES_ON, bit):
-                    if slopes(bit, L, b) > 0:
-                        total = tl.zeros_like(s[0])
-                        for term in tl.static_range(slopes(bit, L, b)):
-                            product = s[slope_index(bit, L, b, term, 0)] * slope_factor(bit, L, b, term)
-                            for place in tl.static_range(1, order(bit, L, 0) - 1):
-                                product = product * s[slope_index(bit, L, b, term, place)]
-                            total += product
-                        value += f[block_of(SWITCHES_ON, bit, L)] * total
+                if is_on(SWITCHES_ON, bit) and slopes(bit, L, b) > 0:
+                    total = tl.zeros_like(s[0])
+                    for term in tl.static_range(slopes(bit, L, b)):
+                        product = s[slope_index(bit, L, b, term, 0)] * slope_factor(bit, L, b, term)
+                        for place in tl.static_range(1, order(bit, L, 0) - 1):
+                            product = product * s[slope_index(bit, L, b, term, place)]
+                        total += product
+                    value += f[block_of(SWITCHES_ON, bit, L)] * total
             d = d + (value,)
     return d

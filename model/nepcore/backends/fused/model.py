@@ -149,8 +149,8 @@ class Model:
         w1: (M, H), or (M, H2, H) with two layers; b1, w2: (M, H2), one zero without a second layer.
         bias: Output bias of each element, (P,) float64.
         scaler: (D,).
-        zbl: (P, P, 13): inner and outer radius, K Z_i Z_j, 1/screening length, inverse of the outer less the inner radius,
-            four times amplitude and decay rate.
+        zbl: (P, P, 13): inner and outer radius, K Z_i Z_j, 1/screening length, inverse of the outer less the
+            inner radius, four times amplitude and decay rate.
     """
 
     shape: Shape

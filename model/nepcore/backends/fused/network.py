@@ -40,7 +40,7 @@ def tanh(x):
 
 @triton.jit(do_not_specialize=["N"])
 def network(
-    rows, structure, temperatures, order, tally, w0, b0, w1, b1, w2, bias, scaler, hidden,
+    structure, temperatures, order, tally, w0, b0, w1, b1, w2, bias, scaler, hidden,
     q, energy, descriptors,
     N, P, M,
     D: tl.constexpr, ROW: tl.constexpr, H: tl.constexpr, H2: tl.constexpr,
@@ -87,10 +87,9 @@ def network(
         d = p * S + s
         here = there[:, None, :] & (d < D - TEMPERATURE)
         inputs = tl.load(q + d * wide + i[:, None, :], mask=here, other=0.0)
-        if TEMPERATURE:
-            if p == (D - 1) // S:
-                own = tl.maximum(tl.load(structure + i, mask=there, other=0), 0)
-                inputs = tl.where(d == D - 1, tl.load(temperatures + own)[:, None, :], inputs)
+        if TEMPERATURE and p == (D - 1) // S:
+            own = tl.maximum(tl.load(structure + i, mask=there, other=0), 0)
+            inputs = tl.where(d == D - 1, tl.load(temperatures + own)[:, None, :], inputs)
         x = x + (inputs,)
     if DESCRIPTORS:
         for p in tl.static_range(ROW // S):

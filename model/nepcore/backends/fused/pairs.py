@@ -13,7 +13,7 @@ FAR = tl.constexpr(1e9)
 
 
 @triton.jit
-def lanes_of(N, A: tl.constexpr, G: tl.constexpr):
+def lanes_of(A: tl.constexpr, G: tl.constexpr):
     """The lanes of a program that gives G lanes each to A atoms: atom i and place among its lanes, both (A · G,)."""
     lane = tl.arange(0, A * G)
     return tl.program_id(0) * A + lane // G, lane % G
@@ -58,7 +58,7 @@ def centres(rows, structure, cells, i, inside):
 
 @triton.jit
 def neighbour(rows, units, image, at, j, live, centre, s, cell, IMAGES: tl.constexpr):
-    """Vector r_j − r_i of the pair of each lane in Å, and the element of j; the image code of a pair stands at ``image + at``."""
+    """Vector r_j − r_i of the pair of each lane in Å, and the element of j; its image code stands at ``image + at``."""
     code = j
     if IMAGES:
         code = tl.load(image + at, mask=live, other=0)

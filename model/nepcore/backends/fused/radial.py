@@ -20,7 +20,7 @@ def radial_sums(
     With APART elements kept apart, basis functions are summed over the neighbours of each, and coefficients come in
     once an atom; with 0 they come in for every pair.
     """
-    i, slot = lanes_of(N, A, G)
+    i, slot = lanes_of(A, G)
     inside = i < N
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
     n_slots = tl.load(count + i, mask=inside, other=0)
@@ -83,7 +83,7 @@ def radial_forces(
 
     a_ij = Σ_n (∂U_i/∂q_n) g_n′(r_ij) = Σ_k w[i, tj, k] f_k′(r_ij), with w (N, P, ROW) of :mod:`.network`.
     """
-    i, slot = lanes_of(N, A, G)
+    i, slot = lanes_of(A, G)
     inside = i < N
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
     n_slots = tl.load(count + i, mask=inside, other=0)

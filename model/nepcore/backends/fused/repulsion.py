@@ -20,7 +20,7 @@ def repulsion(
 
     A pair has its WIDTH parameters in ``table`` (P, P, WIDTH): see :data:`nepcore.backends.fused.model.Model.zbl`.
     """
-    i, slot = lanes_of(N, A, G)
+    i, slot = lanes_of(A, G)
     inside = i < N
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)
     n_slots = tl.load(count + i, mask=inside, other=0)
