@@ -374,8 +374,9 @@ class Task:
             if box is None:
                 backend.forget(state)
                 return
-        if not box.same(state.box) or not state.update():
-            state.update(box)
+        if not (box.same(state.box) and state.update()) and not state.update(box):
+            backend.forget(state)
+            return
         state.compute(large.Wanted(self.virials, "descriptors" in self.properties))
         atoms = slice(int(self.structures.offsets[i]), int(self.structures.offsets[i + 1]))
         total, well = state.get({name: target[atoms] for name, target in self.rows.items()})

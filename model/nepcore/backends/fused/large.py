@@ -31,6 +31,9 @@ MOST_ATOMS = 1 << 24
 LONGEST = 4096.0
 """Longest cell vector, Å: 2^32 steps resolve 1e-6 Å of it."""
 
+MOST_NEIGHBORS = 30_000
+"""Neighbours within cutoff and skin: two counts of them share a number of 32 bits."""
+
 _CAPTURE_AFTER = 2
 """Steps with the same list after which its chain of kernels is captured."""
 
@@ -206,11 +209,11 @@ class Large:
             box: Where the list has to be made whatever the atoms did.
 
         Returns:
-            Whether there is a list: False if an atom moved too far for the one there is, so that a box is needed.
+            Whether there is a list: False if an atom moved too far for the one there is, so that a box is needed; or,
+            with a box, if atoms have more than MOST_NEIGHBORS.
         """
         if box is not None:
-            self._build(box)
-            return True
+            return self._build(box)
         self._moved.zero_()
         self._refresh(self._order, self._rows, check=True)
         return not bool(self._moved.item())
@@ -239,7 +242,7 @@ class Large:
             (0.5 * SKIN) ** 2, check, self.blocks.atoms, num_warps=4,
         )  # fmt: skip
 
-    def _build(self, box: Box) -> None:
+    def _build(self, box: Box) -> bool:
         """Sort the atoms into bins and make the list with the skin."""
         n, device, tables = self.n, self.device, self.tables
         self.rebuilds += 1
@@ -273,11 +276,14 @@ class Large:
             most = torch.stack([self._skin_count.max(), count_a.max()]).tolist()
             if most[0] <= radial and most[1] <= self._capacity[1]:
                 break
+            if most[0] > MOST_NEIGHBORS:
+                return False
             self._make_room(most[0], most[1])
         skin.sort_row[(n,)](
             keys, self._place, self._skin_count, self._skin_index, radial, self.blocks.sorted, self.blocks.compared,
             num_warps=1,
         )  # fmt: skip
+        return True
 
     def _make_room(self, radial: int, angular: int) -> None:
         """Buffers for so many neighbours within cutoff and skin, and some more."""
