@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         module = (error.name or "").partition(".")[0]
         if module not in _SERVER_MODULES:
             raise
-        _fail(f"this needs the package {module!r}, which is not installed: pip install 'nepserve[server]'", WRONG)
+        extra = "train" if words[:1] == ["train"] else "server"
+        _fail(f"this needs the package {module!r}, which is not installed: pip install 'nepserve[{extra}]'", WRONG)
     except (InputFileError, ModelError, ModelFileError) as error:
         _fail(str(error), WRONG)
     except (NepError, OSError) as error:

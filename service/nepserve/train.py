@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nepcore import __version__
 from nepcore.errors import NepError
 from nepcore.files import nep_in as nep_in_files
+from nepcore.files import nep_txt
 from nepcore.training import RunDirectory
 from nepcore.training import inputs as asked
 from nepcore.training import survey as surveys
@@ -103,6 +104,7 @@ def run(job: Job) -> bool:
                     tables.append((f"Data: {frames.path}", _show(display, job, name, surveys.look(frames, bad))))
         training = _training(job, wanted, train, test, directory)
         said = _course(training, display, directory, leads=leads)
+    _part(training)
     finished = said[-1].kind == "finished" if said else True
     if leads:
         messages += training.messages
@@ -115,6 +117,10 @@ def run(job: Job) -> bool:
 def _files(job: Job) -> tuple[Path, Path, Path | None]:
     """``nep.in``, frames to train on, frames to validate on."""
     source = job.source / "nep.in" if job.source.is_dir() else job.source
+    if not source.is_file():
+        raise TrainError(
+            f"{source}: there is no such file; nepserve train --init train.xyz > nep.in proposes one for your data"
+        )
     beside = source.parent / "test.xyz"
     train = source.parent / "train.xyz" if job.train is None else job.train
     test = job.test
@@ -190,6 +196,15 @@ def _course(training: Training, display: Display, directory: RunDirectory, *, le
     return last
 
 
+def _part(training: Training) -> None:
+    """End the work of several processes: what follows is done by one."""
+    if training.group.size > 1:
+        from torch import distributed
+
+        distributed.barrier()
+        distributed.destroy_process_group()
+
+
 def _finish(
     job: Job, training: Training, nep_in: NepIn, data: tuple[Frames, Frames | None],
     paths: tuple[Path, Path | None], tables: list[tuple[str, list[tuple[str, str]]]], messages: list[str], *,
@@ -218,11 +233,12 @@ def _finish(
     }  # fmt: skip
     evaluated: list[Evaluated] = []
     if finished:
-        models = training.models()
+        # The file, not the training's own: that would need all processes, which have ended.
+        best = nep_txt.read(directory.best)
         for kind, frames in sets:
-            evaluated.append(outputs.evaluate(models.best, frames, kind, directory.path, device=str(training.device)))
+            evaluated.append(outputs.evaluate(best, frames, kind, directory.path, device=str(training.device)))
         facts["errors"] = {e.kind: e.errors() for e in evaluated}
-        facts["model"] = models.best.describe()
+        facts["model"] = best.describe()
     outputs.summary(directory, facts)
     if not finished:
         return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -195,6 +197,38 @@ def test_a_signal_saves_and_ends(place: Path, how: signal.Signals) -> None:
     assert "going on from" in again.stderr
     epochs = np.loadtxt(place / "out/loss.out")[:, 0]
     assert (np.diff(epochs) == 1).all()
+
+
+def test_several_processes_make_one_run(place: Path) -> None:
+    """As `torchrun` starts them; one of them writes, and the numbers are those of one process."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    words = ["train", "--device", "cpu", "--dtype", "float64", "-q", "--run-seed", "1"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "nepserve", *words, "-o", "two"],
+            cwd=place,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=200)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+    assert "best model" in told[0]
+    assert "best model" not in told[1]
+    assert run(*words, "-o", "one") == 0
+    one, two = (np.loadtxt(place / name / "loss.out") for name in ("one", "two"))
+    np.testing.assert_allclose(two, one, rtol=1e-5)
+    assert (place / "two/report.html").is_file()
 
 
 CASES = SHARED / "cases"
