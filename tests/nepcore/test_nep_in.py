@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nepcore.errors import InputFileError
 from nepcore.files import nep_in
@@ -181,3 +183,19 @@ def test_flexible_zbl(tmp_path: Path) -> None:
     path.write_text("2.5 2.0 1 2 3 4 5 6 7 8")
     with pytest.raises(InputFileError, match=r"the outer cutoff 2 must be above the inner one 2\.5"):
         nep_in.read_zbl(path, 1)
+
+
+WORDS = st.sampled_from(
+    [*KEYWORDS, "Si", "C", "#", "\n", "\n", "0", "1", "2", "4", "8", "-1", "1e400", "nan", "x", "é", "\0"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(), st.lists(WORDS).map(" ".join), st.lists(WORDS).map(lambda w: "type 1 Si\n" + " ".join(w))))
+def test_whatever_the_text_only_the_documented_error_comes(text: str) -> None:
+    try:
+        found = nep_in.loads(text)
+    except InputFileError:
+        return
+    again = nep_in.loads(nep_in.dumps(found))
+    assert {n: e.values for n, e in again.entries.items()} == {n: e.values for n, e in found.entries.items()}

@@ -295,7 +295,7 @@ def _value(name: str, value: Value, token: str) -> Scalar:
 
 
 def _types(tokens: list[str]) -> tuple[Scalar, ...]:
-    if not tokens or not (tokens[0].isascii() and tokens[0].isdigit()):
+    if not tokens or not (tokens[0].isascii() and tokens[0].isdigit() and len(tokens[0]) < 10):
         found = quoted(tokens[0]) if tokens else "nothing"
         raise _Wrong(f"type: found {found}, wanted the number of types and their symbols: type 2 Pb Te")
     count, symbols = int(tokens[0]), tokens[1:]

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 REACH = 8.0
 """Distances are looked at up to here, Å."""
 
-SAMPLE = 40_000
+SAMPLE = 4_000
 """Atoms whose neighbours are counted; shortest distances are looked for among all."""
+
+NEAR = 2.5
+"""Beyond the sample, distances are looked for up to here, Å."""
 
 LARGE_FORCE = 100.0
 """Forces above this are reported, eV/Å: often a calculation that did not converge, or atoms on top of each other."""
@@ -217,9 +220,9 @@ def _distances(frames: Frames) -> tuple[float | None, int, NDArray[np.float64]]:
     order = np.random.default_rng(0).permutation(len(frames))
     first = 0
     while first < len(order):
-        reach = REACH if atoms < SAMPLE else 3.0
+        reach = REACH if atoms < SAMPLE else NEAR
         last = first + 1
-        while last < len(order) and s.counts[order[first : last + 1]].sum() <= 5000:
+        while last < len(order) and s.counts[order[first : last + 1]].sum() <= 2000:
             last += 1
         chosen = np.sort(order[first:last])
         part = s.select(chosen)
