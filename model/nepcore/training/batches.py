@@ -8,8 +8,8 @@ of a batch do not depend on the number of processes.
 from __future__ import annotations
 
 import math
-import queue
-import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,15 @@ from nepcore.structures import ragged_arange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from .dataset import Dataset
+
+THREADS = 4
+"""Threads that make arrays for the steps to come."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,18 +229,27 @@ def _views(blob: Tensor, shapes: _Shapes) -> list[Tensor]:
 
 
 def bucket(n: int) -> int:
-    """A size of at least ``n``: steps of about a sixteenth."""
-    if n <= 64:
-        return 64
-    step = 1 << max(0, n.bit_length() - 5)
-    return -(-n // step) * step
+    """A size of at least ``n``: steps of about a thirtieth, none smaller than 16."""
+    step = max(16, 1 << max(0, n.bit_length() - 6))
+    return max(1, -(-n // step)) * step
 
 
-def widths(arrays: Arrays, *, pad: bool) -> tuple[int, int]:
-    """Slots for the neighbours and for the angular neighbours of an atom, at least one; read on the host."""
-    found = [int(t.max()) if len(t) else 0 for t in (arrays.radial, arrays.angular)]
-    radial, angular = (max(1, -(-n // 8) * 8 if pad else n) for n in found)
-    return max(radial, angular), angular
+def widths(arrays: Arrays, *, pad: bool, most: Sequence[int] = (0, 0)) -> tuple[int, int]:
+    """Slots for the neighbours and for the angular neighbours of an atom, at least one; read on the host.
+
+    Args:
+        arrays: The batch.
+        pad: Round them up.
+        most: The same over all data: taken where it is not much more, so that all batches have one size.
+    """
+    found = []
+    for count, limit in zip((arrays.radial, arrays.angular), most, strict=True):
+        n = max(1, int(count.max()) if len(count) else 0)
+        if pad:
+            n, limit = (-(-value // 4) * 4 for value in (n, int(limit)))
+            n = limit if n <= limit <= 1.1 * n + 1 else n
+        found.append(n)
+    return max(found), found[1]
 
 
 Part = tuple[Arrays, tuple[int, int]]
@@ -246,54 +259,36 @@ Part = tuple[Arrays, tuple[int, int]]
 def stream(
     data: Dataset, steps: Iterable[Sequence[NDArray[np.int64]]], *, pin: bool, pad: bool, ahead: int = 3
 ) -> Iterator[list[Part]]:
-    """Arrays of one step after the other, made by a thread of its own some steps ahead.
+    """Arrays of one step after the other, made by threads some steps ahead.
 
     Args:
         data: The data set.
         steps: The frames of each step, in one or more pieces, or none.
         pin, pad: As of :func:`assemble`.
-        ahead: How many steps; 0: no thread.
+        ahead: How many steps; 0: no threads.
 
     Nothing is left running when the iterator is closed.
     """
 
+    most = data.widest.max(axis=0, initial=0).tolist()
+
     def made(pieces: Sequence[NDArray[np.int64]]) -> list[Part]:
         arrays = [assemble(data, frames, pin=pin, pad=pad) for frames in pieces]
-        return [(a, widths(a, pad=pad)) for a in arrays]
+        return [(a, widths(a, pad=pad, most=most)) for a in arrays]
 
     if ahead < 1:
         for pieces in steps:
             yield made(pieces)
         return
-    ready: queue.Queue[list[Part] | BaseException | None] = queue.Queue(ahead)
-    over = threading.Event()
-
-    def give(item: list[Part] | BaseException | None) -> bool:
-        while not over.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def work() -> None:
-        try:
-            for pieces in steps:
-                if not give(made(pieces)):
-                    return
-        except BaseException as error:
-            give(error)
-        else:
-            give(None)
-
-    thread = threading.Thread(target=work, name="batches", daemon=True)
-    thread.start()
+    # One thread copies slower than a fast device computes.
+    pool = ThreadPoolExecutor(min(ahead, THREADS), thread_name_prefix="batches")
+    waiting: deque[Future[list[Part]]] = deque()
     try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        for pieces in steps:
+            waiting.append(pool.submit(made, pieces))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     finally:
-        over.set()
-        thread.join()
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -132,9 +132,11 @@ class BySums(_Base):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Site energies, descriptors, and the derivatives by the sums."""
         A = center.shape[0]
-        c_r, c_a = (_by_center(parameters[name], center) for name in ("c_radial", "c_angular"))  # (A, n, T k)
-        s_r = torch.bmm(c_r, radial[..., None]).squeeze(2)  # (A, n)
-        n_r, n_a = c_r.shape[1], c_a.shape[1]
+        n_r, k_r, T, _ = parameters["c_radial"].shape
+        table = parameters["c_radial"].permute(3, 1, 2, 0).reshape(T * k_r, T * n_r)
+        s_r = ((radial @ table).view(A, T, n_r) * center[:, :, None]).sum(dim=1)  # (A, n)
+        c_a = _by_center(parameters["c_angular"], center)  # (A, n, T k)
+        n_a = c_a.shape[1]
         s_a = torch.bmm(c_a, angular).flatten(0, 1)  # (A n, b)
         q_a = invariants_of(s_a, self._invariants)  # (A n, blocks)
         blocks = q_a.shape[1]
@@ -147,7 +149,7 @@ class BySums(_Base):
         by_s_r = slope[:, :n_r]
         by_q_a = slope[:, n_r : n_r + blocks * n_a].view(A, blocks, n_a).transpose(1, 2).reshape(A * n_a, blocks)
         by_s_a = gradient_of(s_a, by_q_a, self._invariants).view(A, n_a, -1)
-        by_radial = torch.bmm(c_r.transpose(1, 2), by_s_r[..., None]).squeeze(2)  # (A, T k)
+        by_radial = (center[:, :, None] * by_s_r[:, None]).reshape(A, T * n_r) @ table.T  # (A, T k)
         by_angular = torch.bmm(c_a.transpose(1, 2), by_s_a)  # (A, T k, b)
         return energies, q, by_radial, by_angular
 

@@ -142,8 +142,9 @@ def forces_of(
     A, T = geometry.of_type.shape[:2]
     v = geometry.y.shape[1]
     table = radial.view(A, T, -1)
-    # Both ends of a radial pair at once: a lookup, where adding to the neighbour would be a scattered sum.
-    weight = torch.bmm(geometry.of_type.transpose(1, 2), table) + table[slots.neighbor, geometry.own[:, None]]
+    # Both ends of a radial pair at once: lookups, where adding to the neighbour would be a scattered sum.
+    here = torch.arange(A, device=radial.device)[:, None]
+    weight = table[here, slots.types] + table[slots.neighbor, geometry.own[:, None]]  # (A, w, k)
     pull = (geometry.slope * weight).sum(dim=2) * slots.unit  # (3, A, w)
     by = torch.bmm(geometry.table, angular)  # (A, 2v, b): by Y_b, then by r and Y_b
     outward = (by[:, v:] * geometry.y).sum(dim=2)

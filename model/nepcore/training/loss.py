@@ -55,15 +55,16 @@ def sums(arrays: Arrays, found: Found, bias: Tensor, shear: float) -> Sums:
     straight, off = v2[:, :3].sum(dim=1), v2[:, 3:].sum(dim=1)
 
     def added(*values: Tensor) -> Tensor:
-        return torch.stack([value.to(torch.float64).sum() for value in values])
+        return torch.stack(values, dim=1).sum(dim=0, dtype=torch.float64)
 
-    return Sums(
-        added(e2 * arrays.energy_weight, f2 * arrays.force_weight,
-              (straight + shear * shear * off) * arrays.virial_weight),
-        added(e2, f2 * arrays.has_forces, (straight + off) * arrays.has_virial),
-        added(arrays.has_energy, 3.0 * arrays.has_forces, 6.0 * arrays.has_virial),
-        added(e * arrays.offset_weight, arrays.offset_weight),
+    e_sums = added(e2 * arrays.energy_weight, e2, arrays.has_energy, e * arrays.offset_weight, arrays.offset_weight)
+    f_sums = added(f2 * arrays.force_weight, f2 * arrays.has_forces, 3.0 * arrays.has_forces)
+    v_sums = added(
+        (straight + shear * shear * off) * arrays.virial_weight, (straight + off) * arrays.has_virial,
+        6.0 * arrays.has_virial,
     )  # fmt: skip
+    weighted, plain, labels = torch.stack([e_sums[:3], f_sums, v_sums], dim=1)
+    return Sums(weighted, plain, labels, e_sums[3:])
 
 
 def terms(weighted: Tensor, labels: Tensor, lambdas: Tensor, form: str) -> Tensor:

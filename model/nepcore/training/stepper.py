@@ -36,7 +36,7 @@ EPSILON = 1e-8
 OFFSET_MEMORY = 256.0
 """Frames over which the energy offset is averaged while parameters change; it is solved for all frames at the end."""
 
-MOST_GRAPHS = 48
+MOST_GRAPHS = 96
 
 _SKIPPED = torch.tensor([0.0] * 10 + [1.0], dtype=torch.float64)
 

@@ -77,11 +77,11 @@ def test_a_thread_makes_what_is_made_without_it() -> None:
             assert torch.equal(a.energy, b.energy)
 
 
-def test_a_stream_that_is_left_ends_its_thread() -> None:
+def test_a_stream_that_is_left_ends_its_threads() -> None:
     before = threading.active_count()
     source = stream(data(), ([np.array([i % 6])] for i in range(10**6)), pin=False, pad=False, ahead=3)
     next(source)
-    assert threading.active_count() == before + 1
+    assert threading.active_count() > before
     source.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
 
@@ -94,8 +94,8 @@ def test_what_goes_wrong_in_the_thread_is_raised() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 64, 65, 1000, 8000, 123_457])
-def test_sizes_come_in_steps_of_a_sixteenth(n: int) -> None:
-    assert n <= bucket(n) <= max(64, 1.07 * n)
+def test_sizes_come_in_steps_of_a_thirtieth(n: int) -> None:
+    assert n <= bucket(n) <= 1.04 * n + 16
     assert bucket(bucket(n)) == bucket(n)
 
 
