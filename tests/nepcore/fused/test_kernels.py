@@ -35,7 +35,7 @@ from nepcore.backends.fused.network import tanh
 from nepcore.backends.fused.pairs import basis, basis_slopes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-INTERPRETED_ATOMS = 12
+INTERPRETED_ATOMS = 8
 BOUNDS = {"energies": 2e-5, "forces": 1e-4, "virials": 1e-4, "descriptors": 1e-4}
 SHAPES: dict[str, dict[str, object]] = {
     "one element": {"elements": ("Si",), "switches": ("q222", "q1111"), "n_max": (4, 5), "basis_size": (6, 7)},
