@@ -16,16 +16,18 @@ from .files import nep_txt
 NAME = "demo-emt"
 """The name that it is served under."""
 
+_DATA = files(__package__) / "data"
+
 
 def content() -> bytes:
     """The bytes of its ``nep.txt``."""
-    return files(__package__).joinpath("data", f"{NAME}.txt").read_bytes()
+    return (_DATA / f"{NAME}.txt").read_bytes()
 
 
 @cache
 def about() -> dict[str, Any]:
     """What is known of it, JSON-able: ``purpose``, ``origin``, ``data``, and ``errors`` on frames it has not seen."""
-    return dict(json.loads(files(__package__).joinpath("data", f"{NAME}.json").read_text(encoding="utf-8")))
+    return dict(json.loads((_DATA / f"{NAME}.json").read_text(encoding="utf-8")))
 
 
 def model() -> nep_txt.NepFile:
