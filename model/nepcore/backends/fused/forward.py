@@ -123,7 +123,7 @@ def forward(
     if many:
         tally.zero_()
         each = N <= FEW_ATOMS
-        A = 128 if each else 1024
+        A = 256 if each else 1024  # as many as there are lanes at least, with 64 a warp too
         element_order[(_cdiv(N, A),)](
             lists.rows, lists.structure, tally, order, N, P, each, A, num_warps=4, **options
         )  # fmt: skip
