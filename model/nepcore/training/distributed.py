@@ -38,6 +38,12 @@ class Group:
             distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return cls(distributed.get_rank(), distributed.get_world_size())
 
+    def leave(self) -> None:
+        """Wait for the others, then end what :meth:`join` began: who goes first must not take the others along."""
+        if self.size > 1 and distributed.is_initialized():
+            distributed.barrier()
+            distributed.destroy_process_group()
+
     @property
     def leads(self) -> bool:
         """Whether this process is the one that writes and speaks."""

@@ -38,8 +38,6 @@ OFFSET_MEMORY = 256.0
 
 MOST_GRAPHS = 96
 
-_SKIPPED = torch.tensor([0.0] * 10 + [1.0], dtype=torch.float64)
-
 
 @dataclass(eq=False)
 class State:
@@ -115,8 +113,6 @@ class Stepper:
         device, dtype = state.vector.device, state.vector.dtype
         self.device = device
         self.forward: Forward = make(backend, model, dtype, device, compiled=compiled)
-        self._update = torch.compile(self._updated, dynamic=False) if compiled else self._updated
-        self._skipped = _SKIPPED.to(device)
         self.decay = layout.decayed(dtype).to(device) * settings.weight_decay
         self.lr = torch.zeros((), dtype=torch.float64, device=device)
         self.lambdas = torch.zeros(3, dtype=torch.float64, device=device)
@@ -222,45 +218,36 @@ class Stepper:
         return loss.Sums(*torch.split(flat, [3, 3, 3, 2]))
 
     def _apply(self, gradient: Tensor, found: loss.Sums) -> None:
-        state = self.state
-        old = (state.vector, state.first, state.second, state.count, state.bias, state.totals)
-        new = self._update(gradient, *found, self.labels, self.lambdas, self.lr, self.decay, *old)
-        for tensor, value in zip(old, new, strict=True):
-            tensor.copy_(value)
-
-    def _updated(
-        self, gradient: Tensor, weighted: Tensor, plain: Tensor, counted: Tensor, offset: Tensor, labels: Tensor,
-        lambdas: Tensor, lr: Tensor, decay: Tensor, vector: Tensor, first: Tensor, second: Tensor, count: Tensor,
-        bias: Tensor, totals: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The state after a step; the same as before where anything is not finite."""
-        s, dtype = self.settings, vector.dtype
-        l1, l2, slope = loss.regularisation(vector, s.lambda_1, s.lambda_2)
-        total = loss.terms(weighted, labels, lambdas, s.loss).sum() + l1 + l2
+        """Change the state, or, where anything is not finite, leave it as it is."""
+        s, state, dtype = self.settings, self.state, self.state.vector.dtype
+        total = loss.terms(found.weighted, self.labels, self.lambdas, s.loss).sum()
+        l1 = l2 = torch.zeros_like(total)
         if s.lambda_1 or s.lambda_2:
-            gradient = gradient + slope
+            l1, l2, slope = (t.to(torch.float64) for t in loss.regularisation(state.vector, s.lambda_1, s.lambda_2))
+            total, gradient = total + l1 + l2, gradient + slope.to(dtype)
         norm = torch.linalg.vector_norm(gradient)
-        good = torch.isfinite(norm) & torch.isfinite(total)
+        good = torch.isfinite(norm + total)
+        kept = good.to(torch.float64)
         if s.max_grad_norm > 0.0:
             gradient = gradient * (s.max_grad_norm / norm.clamp(min=s.max_grad_norm))
-        new_first = torch.lerp(first, gradient, 1.0 - BETAS[0])
-        new_second = torch.lerp(second, gradient * gradient, 1.0 - BETAS[1])
-        new_count = count + 1.0
-        size = (lr / (1.0 - BETAS[0] ** new_count)).to(dtype)
-        root = torch.sqrt(new_second) / torch.sqrt(1.0 - BETAS[1] ** new_count).to(dtype) + EPSILON
-        moved = vector - size * new_first / root - lr.to(dtype) * decay * vector
-        share = labels[0] / (labels[0] + OFFSET_MEMORY)
-        new_bias = bias + share * offset[0] / offset[1].clamp(min=1e-300)
-        new_bias = torch.where(offset[1] > 0.0, new_bias, bias)
-        none = torch.zeros_like(total)
-        added = torch.cat([
-            torch.stack([total, l1.to(torch.float64), l2.to(torch.float64)]), plain, counted,
-            torch.stack([none + 1.0, none]),
-        ])  # fmt: skip
-        bad = (~good).to(torch.float64)
-        sums = torch.where(good, totals[:11] + added, totals[:11] + bad * self._skipped)
-        pairs = ((vector, moved), (first, new_first), (second, new_second), (count, new_count), (bias, new_bias))
-        return *(torch.where(good, new, old) for old, new in pairs), torch.cat([sums, bad[None]])
+        gradient = torch.where(good, gradient, 0.0)
+        state.count.add_(kept)
+        weight = kept.to(dtype)
+        state.first.lerp_(gradient, weight * (1.0 - BETAS[0]))
+        state.second.lerp_(gradient * gradient, weight * (1.0 - BETAS[1]))
+        begun = [(1.0 - beta**state.count).clamp(min=1e-30) for beta in BETAS]
+        lr = self.lr * kept
+        if s.weight_decay:
+            state.vector.mul_(1.0 - lr.to(dtype) * self.decay)
+        root = torch.sqrt(state.second) * torch.rsqrt(begun[1]).to(dtype) + EPSILON
+        state.vector.sub_((lr / begun[0]).to(dtype) * state.first / root)
+        share = self.labels[0] / (self.labels[0] + OFFSET_MEMORY)
+        known = good & (found.offset[1] > 0.0)
+        state.bias.add_(torch.where(known, share * found.offset[0] / found.offset[1], 0.0))
+        row = torch.cat([torch.stack([total, l1, l2]), found.plain, found.labels, torch.ones_like(total)[None]])
+        state.totals[:10].add_(torch.where(good, row, 0.0))
+        state.totals[10].sub_(kept - 1.0)
+        state.totals[11].copy_(1.0 - kept)
 
     def _uploaded(self, arrays: Arrays) -> Arrays:
         """Arrays on the device; they go there while the step before computes."""

@@ -52,6 +52,7 @@ def work(case: str, directory: str) -> None:
         records.append([values["train"], values["valid"], values["loss"], values["step"]])
     out = {"vectors": vectors, "records": records, "frames": len(training._data), "rank": training.group.rank}
     Path(directory, f"rank{training.group.rank}.json").write_text(json.dumps(out))
+    training.group.leave()
 
 
 def started(case: str, directory: Path, size: int) -> list[dict[str, Any]]:
