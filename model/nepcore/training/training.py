@@ -185,6 +185,9 @@ class Training:
             solve_offset(self._stepper, self._data, self.group)
             self._best["bias"].copy_(self._state.bias)
         self._start_of_epoch = self._state.copy()
+        if found is not None and "start.vector" in found[1]:
+            self._start_of_epoch = {n: found[1][f"start.{n}"].to(self.device) for n in self._state.tensors()}
+        self._watch = Watch(self._state.totals)
 
     @property
     def n_parameters(self) -> int:
@@ -281,7 +284,7 @@ class Training:
     def _steps(self, clock: Clock, lr: float, source: Iterator[list[Part]]) -> Any:
         """The rest of an epoch's steps; says whether the training is to stop."""
         batches = self._plan.epoch(self._epoch)
-        watch = Watch(self._state.totals)
+        watch = self._watch
         for k in range(self._batch, len(batches)):
             if self._told_to_stop(k):
                 return True
@@ -317,8 +320,7 @@ class Training:
         self._state.totals.copy_(totals)
         self._schedule.lr *= 0.5
         self._stepper.lr.fill_(self._schedule.lr)
-        self._say(f"back to the parameters before epoch {self._epoch + 1}, with the learning rate "
-                  f"{self._schedule.lr:.3g}")  # fmt: skip
+        self._say(f"back to the parameters after the last good epoch, with the learning rate {self._schedule.lr:.3g}")
 
     def _end_epoch(self, clock: Clock, lr: float, lambdas: Sequence[float]) -> Progress:
         totals = self._state.totals.cpu().numpy()
@@ -339,7 +341,8 @@ class Training:
             self._say(f"learning rate {before:.3g} → {self._schedule.lr:.3g}")
         record = self._record("epoch", clock, lr, valid, valid_loss, best=best, messages=self._said())
         self._state.totals.zero_()
-        self._start_of_epoch = self._state.copy()
+        if not self._watch.in_row:
+            self._start_of_epoch = self._state.copy()
         clock.mark()
         return record
 

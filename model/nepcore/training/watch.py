@@ -68,7 +68,7 @@ class Watch:
     def __init__(self, totals: Tensor) -> None:
         self._totals = totals
         self._waiting: deque[tuple[Any, Tensor, tuple[int, NDArray[np.int64]]]] = deque()
-        self._in_row = 0
+        self.in_row = 0
 
     def look(self, what: tuple[int, NDArray[np.int64]]) -> None:
         """A step was made."""
@@ -93,11 +93,11 @@ class Watch:
                     break
                 event.synchronize()
             self._waiting.popleft()
-            self._in_row = self._in_row + 1 if float(flag) else 0
-            if self._in_row:
-                out.append((k, frames, self._in_row))
-                if self._in_row >= MOST_BAD:
-                    self._in_row = 0
+            self.in_row = self.in_row + 1 if float(flag) else 0
+            if self.in_row:
+                out.append((k, frames, self.in_row))
+                if self.in_row >= MOST_BAD:
+                    self.in_row = 0
         return out
 
 

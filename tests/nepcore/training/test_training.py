@@ -348,3 +348,11 @@ def test_frames_that_cannot_be_computed_are_named() -> None:
         Training(replace(trainings.settings(), elements=("Ge", "Si")), frames, device="cpu")
     with pytest.raises(ModelError, match="no backend 'fast'"):
         Training(trainings.settings(), frames, device="cpu", backend="fast")
+
+
+def test_a_wild_learning_rate_is_no_training(tmp_path: Path) -> None:
+    """The first step is finite, what it leads to is not: back to the start, and again, and then the end."""
+    training = Training(trainings.settings(epochs=30, lr=1e30, dtype="float32"), trainings.frames(5), device="cpu")
+    said: list[str] = []
+    with pytest.raises(TrainingError, match="smaller lr"):
+        said.extend(message for record in training.run() for message in record.messages)
