@@ -111,7 +111,9 @@ def angular_sums(
         blocks = invariants(own[n * B : (n + 1) * B], L, SWITCHES)
         for block in tl.static_range(len(blocks)):
             row = FIRST + block * N_A + n_first + n
-            tl.store(q + row * N.to(tl.int64) + i, blocks[block], mask=inside & (n_first + n < N_A))
+            # Of all lanes: a condition of one number is no mask for every version of the interpreter.
+            there = inside & (tl.full([A], n_first + n, tl.int32) < N_A)
+            tl.store(q + row * N.to(tl.int64) + i, blocks[block], mask=there)
 
 
 @triton.jit(do_not_specialize=["N"])
