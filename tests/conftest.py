@@ -21,6 +21,9 @@ os.environ["NEPSERVE_CACHE_DIR"] = ""
 os.environ["NEPSERVE_TUNE_SECONDS"] = "0"
 # Code that numba compiled depends on its sources and the processor alone: kept from run to run, shared by workers.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "numba"))
+# Without a GPU, Triton's kernels run in its interpreter; Triton asks when it is imported, whoever does that first.
+if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
+    os.environ["TRITON_INTERPRET"] = "1"
 # Every process that a test starts inherits it, also those whose parent is gone.
 _MARK = "PYTEST_PROCESSES_OF"
 os.environ[_MARK] = uuid.uuid4().hex
