@@ -335,6 +335,9 @@ class Dispatcher:
             log.exception("a batch of %d structures failed", batch.structures)
             self._fail(flight, error)
         else:
+            if not self.scheduler.queued and not flight.urgent:
+                # Nobody waits for the engine: the answers go out before the books are kept.
+                await asyncio.sleep(0)
             self._learn(flight, evaluated)
 
     def _deliver(self, flight: _Flight, evaluated: Evaluated) -> None:

@@ -147,13 +147,13 @@ class Desk:
 
     def _finish(self, content: bytes, status: int) -> None:
         step, self._step = self._step, None
+        self.busy = False
+        self._send(content)
         model = ""
         if step is not None:
             model = step.model
             step.close()
-        self.busy = False
         self._stepping.service.metrics.answered(model, self._route, status, time.perf_counter() - self._started)
-        self._send(content)
         self._done()
 
     def close(self) -> None:

@@ -56,6 +56,8 @@ def evaluate(
         ModelError: The model cannot do what was asked for, whatever the structure.
         DeviceLost: Nothing more can be computed by this process.
     """
+    # The front has looked at the structures, and the results are screened here.
+    run = getattr(calculator, "run_admitted", calculator.run)
     finished: list[Predictions] = []
     atoms = 0
     todo = deque([structures] if len(structures) else [])
@@ -65,7 +67,7 @@ def evaluate(
         todo.extendleft(reversed(rest))
         error: Exception
         try:
-            steps = calculator.run(piece, properties)
+            steps = run(piece, properties)
             result = yield from _shifted(steps, atoms) if atoms else steps
             finished.append((yield from _screened(calculator, piece, result, properties)))
         except ModelError:

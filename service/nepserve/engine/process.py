@@ -47,9 +47,9 @@ EXIT_ORPHANED = 72
 EXIT_PROTOCOL = 76
 """What came over the socket was no message."""
 
-LINGER_SECONDS = 0.0006
-"""How long the engine looks for the next step of a simulation before it goes to sleep: to be woken on a core that fell
-asleep, too, takes as long as a small evaluation."""
+LINGER_SECONDS = (0.0006, 0.003)
+"""The engine looks for the next step of a simulation as long as the last one took, within these bounds, before it goes
+to sleep: to be woken, on a core that fell asleep, too, takes as long as a small evaluation."""
 
 LINGER_AFTER = 0.01
 """Evaluations longer than this are not waited after, s: beside them, being woken costs nothing."""
@@ -154,8 +154,9 @@ class Engine:
                     progress = next(steps)
                 except StopIteration as end:
                     self._send("result", message.id, *end.value)
-                    if message.kind == "evaluate" and end.value[0]["device"] < LINGER_AFTER:
-                        self._awake_until = time.perf_counter() + LINGER_SECONDS
+                    if message.kind == "evaluate" and (took := end.value[0]["device"]) < LINGER_AFTER:
+                        least, most = LINGER_SECONDS
+                        self._awake_until = time.perf_counter() + min(max(took, least), most)
                     return
                 self._between(message, progress)
                 if message.id in self._cancelled:
