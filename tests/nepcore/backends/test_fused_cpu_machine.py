@@ -2,76 +2,187 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import logging
 import multiprocessing
 import os
 import threading
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("numba")
 
-from nepcore import synthetic
+from nepcore import Structure, Structures, synthetic
 from nepcore.backends import fused_cpu
 from nepcore.backends.fused_cpu import FusedCPU, compiled, crew, is_compiled
-from nepcore.backends.fused_cpu.kernels import Wanted
+from nepcore.backends.fused_cpu.kernels import DONE, FIRST, LAST, Wanted
+from nepcore.backends.fused_cpu.mailbox import MAILBOX
 from nepcore.backends.fused_cpu.words import words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from pathlib import Path
 
+    from numpy.typing import NDArray
 
-def all_at_once(hands: int) -> Callable[[int], object]:
-    """Work that ends only when every hand is at it."""
-    barrier = threading.Barrier(hands, timeout=30)
-    return lambda _: barrier.wait()
+    from nepcore.structures import Predictions
 
 
-@pytest.mark.parametrize("hands", [1, 2, 5])
-def test_a_crew_works_at_the_same_time(hands: int) -> None:
-    team = crew.Crew(hands)
-    seen: list[int] = []
-    together = all_at_once(hands)
-    for _ in range(3):
-        seen.clear()
-        team.share(lambda k: (together(k), seen.append(k)), hands)
-        assert sorted(seen) == list(range(hands))
+def crystal(cells: int) -> Structures:
+    """A rattled simple cubic crystal."""
+    side = np.arange(cells) * 2.7
+    positions = np.stack(np.meshgrid(side, side, side), -1).reshape(-1, 3)
+    positions = positions + np.random.default_rng(1).normal(0, 0.05, positions.shape)
+    return Structures.pack([Structure.make(["Si"] * len(positions), positions, np.eye(3) * 2.7 * cells)])
 
 
-def test_a_crew_is_no_larger_than_said() -> None:
-    seen: list[int] = []
-    crew.Crew(2).share(seen.append, 10)
-    assert set(seen) <= {0, 1}
+def forces(backend: FusedCPU, structures: Structures) -> NDArray[Any]:
+    out: list[Predictions] = []
+
+    def whole() -> Generator[int, None, None]:
+        out.append((yield from backend.run(structures, frozenset(("energy", "forces")))))
+
+    assert sum(whole()) == structures.n_atoms
+    return out[0]["forces"]
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_what_one_of_a_crew_raises_is_raised(culprit: int) -> None:
-    team = crew.Crew(2)
-    together = all_at_once(2)
-
-    def work(k: int) -> None:
-        together(k)
-        if k == culprit:
-            raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"):
-        team.share(work, 2)
-    team.share(all_at_once(2), 2)
+@pytest.fixture
+def backend() -> FusedCPU:
+    return FusedCPU(synthetic.make_model(("Si",), seed=1), "float32", 3)
 
 
-def _child(team: crew.Crew) -> None:
-    team.share(all_at_once(2), 2)
-    os._exit(7)
+class Hands:
+    """The compiled functions, and which hand was sent to work when."""
+
+    def __init__(self, backend: FusedCPU, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[int] = []
+        self.functions = backend.functions
+        self.before: Callable[[int], None] = lambda _: None
+        kept = dataclasses.replace(backend._compiled, functions=SimpleNamespace(**vars(self.functions)))
+        kept.functions.work = self.work
+        monkeypatch.setattr(backend, "_compiled", kept)
+
+    def work(self, mails: Any, job: Any, hand: int, *rest: Any) -> None:
+        self.seen.append(hand)
+        self.before(hand)
+        self.functions.work(mails, job, hand, *rest)
+
+
+def helpers() -> int:
+    return sum(thread.name == "nepcore-cpu" for thread in threading.enumerate())
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether it becomes true within half a minute."""
+    end = time.monotonic() + 30
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_helpers_take_part_and_end_with_their_crew(monkeypatch: pytest.MonkeyPatch) -> None:
+    structures = crystal(8)
+    alone = forces(FusedCPU(synthetic.make_model(("Si",), seed=1), "float32", 1), structures)
+    before = helpers()
+    backend = FusedCPU(synthetic.make_model(("Si",), seed=1), "float32", 3)
+    backend.warm_up()
+    assert helpers() == before
+    hands = Hands(backend, monkeypatch)
+    helped = threading.Event()
+    taken = []
+
+    def hold(hand: int) -> None:
+        if hand == 0:
+            # Until a helper has done it all.
+            job = kept["job"]
+            if eventually(lambda: job[DONE] >= job[LAST] - job[FIRST]):
+                helped.set()
+            taken.append(int(job[DONE]))
+
+    kept: dict[str, Any] = {}
+
+    class Spy(crew.Crew):
+        def share(self, functions: SimpleNamespace, job: NDArray[np.int64], hands: int) -> None:
+            kept.update(job=job)
+            super().share(functions, job, hands)
+
+    monkeypatch.setattr(backend.crew, "__class__", Spy)
+    hands.before = hold
+    np.testing.assert_array_equal(forces(backend, structures), alone)
+    assert helped.is_set()
+    assert taken[0] > 1
+    assert helpers() == before + 2
+    monkeypatch.undo()
+    kept.clear()
+    del backend, hands
+    gc.collect()
+    assert eventually(lambda: helpers() == before)
+
+
+def test_small_structures_wake_nobody(monkeypatch: pytest.MonkeyPatch, backend: FusedCPU) -> None:
+    before = helpers()
+    forces(backend, crystal(3))
+    assert helpers() == before
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupt_comes_when_nobody_is_at_it(
+    late: bool, monkeypatch: pytest.MonkeyPatch, backend: FusedCPU
+) -> None:
+    structures = crystal(8)
+    wanted = forces(backend, structures)
+    hands = Hands(backend, monkeypatch)
+
+    def interrupt(hand: int) -> None:
+        if hand == 0:
+            raise KeyboardInterrupt
+
+    def interrupt_later(*arguments: Any) -> None:
+        hands.functions.work(*arguments)
+        interrupt(arguments[2])
+
+    if late:
+        backend.functions.work = interrupt_later
+    else:
+        hands.before = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        forces(backend, structures)
+    inside = [word for hand in range(2) for word in backend.crew._mails[MAILBOX * hand + 8 : MAILBOX * hand + 11 : 2]]
+    assert inside == [0, 0, 0, 0]
+    monkeypatch.undo()
+    np.testing.assert_array_equal(forces(backend, structures), wanted)
+
+
+def test_helpers_that_sleep_elsewhere(monkeypatch: pytest.MonkeyPatch, backend: FusedCPU) -> None:
+    """Where there are no semaphores in memory they sleep in the interpreter."""
+    structures = crystal(8)
+    wanted = forces(backend, structures)
+    before = helpers()
+    monkeypatch.setattr(crew, "SEMAPHORES", False)
+    other = FusedCPU(synthetic.make_model(("Si",), seed=1), "float32", 3)
+    for _ in range(20):
+        np.testing.assert_array_equal(forces(other, structures), wanted)
+    assert helpers() == before + 2
+    del other
+    gc.collect()
+    assert eventually(lambda: helpers() == before)
+
+
+def _child(backend: FusedCPU, wanted: NDArray[Any]) -> None:
+    same = np.array_equal(forces(backend, crystal(8)), wanted)
+    os._exit(7 if same and helpers() >= 2 else 1)
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this platform")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_fork_gets_a_crew_of_its_own() -> None:
-    team = crew.Crew(2)
-    team.share(all_at_once(2), 2)
-    child = multiprocessing.get_context("fork").Process(target=_child, args=(team,))
+def test_a_fork_gets_a_crew_of_its_own(backend: FusedCPU) -> None:
+    wanted = forces(backend, crystal(8))
+    child = multiprocessing.get_context("fork").Process(target=_child, args=(backend, wanted))
     child.start()
     child.join(60)
     assert child.exitcode == 7

@@ -13,6 +13,7 @@ pytest.importorskip("numba")
 import crystals
 from nepcore import Structure, Structures, synthetic
 from nepcore.backends.fused_cpu import FusedCPU
+from nepcore.backends.fused_cpu.kernels import FIRST, LAST
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -41,23 +42,27 @@ def pairs_of(backend: FusedCPU, structure: Structure) -> list[list[tuple[int, tu
     """Neighbours and edges of every atom as the backend lays them out, from the pair arrays it leaves behind."""
     from nepcore.backends.fused_cpu import task
 
-    kept: dict[str, Any] = {}
+    kept: list[Any] = []
 
     class Spy(task.Task):
-        def _push(self, group: Any, blocks: Any, results: Any, hands: int) -> None:
-            kept.update(order=group.bins.order, blocks=blocks, results=results)
-            super()._push(group, blocks, results, hands)
+        def _piece(self, group: Any, start: int) -> int:
+            kept[:] = [group]
+            return super()._piece(group, start)
 
     near: dict[int, list[tuple[int, tuple[float, ...]]]] = {}
     spy = Spy(backend, Structures.pack([structure]), frozenset(("forces", "virials")))
     for _ in spy.run():
-        blocks, results = kept["blocks"], kept["results"]
-        for place in range(int(blocks.begin[0]), int(blocks.end[-1])):
-            a = int(results.pair_start[place])
-            b = a + int(results.pair_count[place])
-            j = results.neighbor[a:b].tolist()
-            edges = map(tuple, results.edge[3 * a : 3 * b].reshape(-1, 3).tolist())
-            near[int(kept["order"][place])] = list(zip(j, edges, strict=True))
+        (group,) = kept
+        n = len(structure)
+        (_, whole, _, order, _), (_, neighbor, _, edge) = group.kept[1:3]
+        first, last = group.job[FIRST], group.job[LAST]
+        blocks = group.plan.blocks
+        for place in range(int(blocks.begin[first]), int(blocks.end[last - 1])):
+            a = int(whole[3 * n + place])
+            b = a + int(whole[4 * n + place])
+            j = neighbor[a:b].tolist()
+            edges = map(tuple, edge[3 * a : 3 * b].reshape(-1, 3).tolist())
+            near[int(order[place])] = list(zip(j, edges, strict=True))
     return [near[i] for i in range(len(structure))]
 
 

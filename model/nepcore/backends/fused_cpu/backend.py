@@ -15,6 +15,7 @@ from nepcore.structures import PROPERTIES, Structures
 from . import neighbors, site
 from .compiled import compiled
 from .crew import Crew, cores
+from .kernels import Pairs
 from .model import pack, widths
 from .task import Task
 from .words import words
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from nepcore.files.nep_txt import NepFile
     from nepcore.structures import Predictions
 
-    from .kernels import Results, Wanted
+    from .kernels import Wanted
     from .neighbors import Found
     from .site import Site
 
@@ -71,11 +72,12 @@ class FusedCPU:
         self.model_words = words(self.model, dtype)
         self._compiled = compiled()
         self._ready = False
-        self.crew = Crew(self.threads)
+        self.crew = Crew(self.threads, dtype, self.widths)
         # Pieces of different runs may alternate, but not overlap: they share desks and pair arrays.
         self.lock = threading.Lock()
         self.crowd = 128
         self._desks: list[Desk] = []
+        self._desk_words = np.zeros(2 * self.threads, np.int64)
         self._neighbor = np.zeros(0, np.int32)
         self._gradient: Any = np.zeros(0, dtype)
         self._edge: Any = np.zeros(0, dtype)
@@ -95,6 +97,7 @@ class FusedCPU:
         self._ready = True
 
     def _try(self, structures: Structures) -> None:
+        self.crew.try_out(self.functions)
         for _ in Task(self, structures, frozenset(PROPERTIES)).run():
             pass
 
@@ -111,27 +114,36 @@ class FusedCPU:
         yield from task.run()
         return task.predictions()
 
-    def desk(self, index: int, runs: int) -> Desk:
-        """Arrays of thread ``index``, with room for ``runs`` stretches of bins and the most neighbours met so far."""
-        if index == len(self._desks):
-            self._desks.append(self._furnish(runs))
-        elif self._desks[index].found.size < self.crowd or self._desks[index].runs < runs:
-            self._desks[index] = self._furnish(max(runs, self._desks[index].runs))
-        return self._desks[index]
+    def desks(self, hands: int, runs: int) -> NDArray[np.int64]:
+        """Addresses of the words of desks for so many hands, two each.
+
+        Every desk has room for ``runs`` stretches of bins and the most neighbours met so far.
+        """
+        for k in range(hands):
+            if k == len(self._desks):
+                self._desks.append(self._furnish(runs))
+            elif self._desks[k].found.size < self.crowd or self._desks[k].runs < runs:
+                self._desks[k] = self._furnish(max(runs, self._desks[k].runs))
+            else:
+                continue
+            desk = self._desks[k]
+            self._desk_words[2 * k] = desk.found_words.ctypes.data
+            self._desk_words[2 * k + 1] = desk.site_words.ctypes.data
+        return self._desk_words
 
     def _furnish(self, runs: int) -> Desk:
         found = neighbors.room(self.crowd, runs)
         arrays = site.room(self.model, self.widths, self.crowd, self.dtype)
         return Desk(runs, found, arrays, words(found, self.dtype), words(arrays, self.dtype))
 
-    def with_pairs(self, results: Results, pairs: int, wanted: Wanted) -> Results:
-        """``results`` with room for ``pairs`` pairs."""
-        if len(self._neighbor) < pairs:
-            self._neighbor = np.empty(pairs + pairs // 4, np.int32)
+    def pairs(self, number: int, wanted: Wanted, descriptors: NDArray[Any]) -> Pairs:
+        """Room for so many pairs, beside descriptors."""
+        if len(self._neighbor) < number:
+            self._neighbor = np.empty(number + number // 4, np.int32)
             self._gradient = np.empty(3 * len(self._neighbor), self.dtype)
-        if wanted.virials and len(self._edge) < 3 * pairs:
+        if wanted.virials and len(self._edge) < 3 * number:
             self._edge = np.empty(3 * len(self._neighbor), self.dtype)
-        return results._replace(neighbor=self._neighbor, gradient=self._gradient, edge=self._edge)
+        return Pairs(descriptors, self._neighbor, self._gradient, self._edge)
 
 
 def is_compiled(model: NepFile, dtype: str) -> bool:

@@ -15,8 +15,6 @@ import numpy as np
 from .inner import inner
 
 if TYPE_CHECKING:
-    from types import SimpleNamespace
-
     from .words import Doubles, Ints, Ints32, Singles
 
 _SLACK = 1e-6
@@ -61,41 +59,6 @@ class Bins(NamedTuple):
     fy: Singles
     fz: Singles
     blur: Doubles  # (B,): by how much a float32 distance may be wrong, Å
-
-
-def sort_into_bins(
-    functions: SimpleNamespace, counts: Any, types: Any, positions: Any, cells: Any, pbc: Any, cutoff: float
-) -> tuple[Bins, int]:
-    """Wrap and sort the atoms of some structures; all arrays contiguous and writable.
-
-    Args:
-        functions: The compiled functions.
-        counts: (B,) int64.
-        types: (N,) int64; where one is negative it is set to 0, and its structure is at fault.
-        positions: (N, 3) float64.
-        cells: (B, 3, 3) float64.
-        pbc: (B, 3) bool.
-        cutoff: Å.
-
-    Returns:
-        The bins, and the largest number of stretches of them that one atom looks at.
-    """
-    B, N = len(counts), len(types)
-    grid = np.zeros(GRID * B, np.int64)
-    full = np.zeros(9 * B)
-    wrapped = np.empty(3 * N)
-    place = np.empty(N, np.int64)
-    (n_bins, runs), _ = functions.wrap(
-        counts, types, positions.reshape(-1), cells.reshape(-1), pbc, cutoff, grid, full, wrapped, place
-    )
-    xyz = np.empty((3, N))
-    short = np.zeros((3, N + 64), np.float32)
-    bins = Bins(
-        grid, full, types, wrapped, place, np.zeros(n_bins + B + 1, np.int64), np.zeros(N + 64, np.int32),
-        np.empty(N, np.int64), xyz[0], xyz[1], xyz[2], short[0], short[1], short[2], np.empty(B),
-    )  # fmt: skip
-    functions.count_into_bins(bins)
-    return bins, runs
 
 
 @inner
@@ -247,10 +210,15 @@ def _fault(types: Any, positions: Any, first: int, last: int, height: Any) -> in
 def _into_cell(wrapped: Any, first: int, last: int, inverse: Any, cell: Any, d: int) -> None:
     """Move atoms by whole vectors of direction d into the cell."""
     # Twice: after the first pass a coordinate far outside is only as good as its rounding.
+    moved = True
     for _ in range(2):
+        if not moved:
+            break
+        moved = False
         for i in range(first, last):
             turn = math.floor(_along(wrapped, i, inverse, d))
             if turn != 0.0:
+                moved = True
                 for k in range(3):
                     wrapped[3 * i + k] -= turn * cell[3 * d + k]
 

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 from llvmlite import binding
 
-from . import bins as binning
-from . import kernels, plan
+from . import kernels, mailbox, plan
 from .vec import config, features
 
 if TYPE_CHECKING:
@@ -147,50 +146,51 @@ def _build(stamp: int, cache: bool) -> SimpleNamespace:
         return plan.expect(counts, cells, pbc, cutoff), stamp
 
     @compile_
-    def cut(counts: Any, expected: Any) -> Any:
-        return plan.cut(counts, expected), stamp
-
-    @compile_
-    def aim(counts: Any, structure: Any, begin: Any, end: Any, hands: Any) -> Any:
-        return plan.aim(counts, structure, begin, end, hands), stamp
-
-    @compile_
-    def mark_present(types: Any, n_types: Any) -> Any:
-        return plan.mark_present(types, n_types), stamp
-
-    @compile_
-    def wrap(
-        counts: Any, types: Any, positions: Any, cells: Any, pbc: Any, cutoff: Any, grid: Any, full: Any, wrapped: Any,
-        place: Any,
+    def prepare(
+        job: Any, counts: Any, numbers: Any, table: Any, positions: Any, cells: Any, pbc: Any, cutoff: Any,
+        n_types: Any, expected: Any, wanted: Any,
     ) -> Any:  # fmt: skip
-        return binning.wrap(counts, types, positions, cells, pbc, cutoff, grid, full, wrapped, place), stamp
+        return plan.prepare(
+            job, counts, numbers, table, positions, cells, pbc, cutoff, n_types, expected, wanted
+        ), stamp  # fmt: skip
 
     @compile_
-    def count_into_bins(bins: Any) -> int:
-        binning.count_into_bins(bins)
+    def publish(
+        job: Any, counts: Any, start: Any, stop: Any, hands: Any, pairs: Any, temperatures: Any, model: Any, desks: Any
+    ) -> Any:  # fmt: skip
+        return plan.publish(job, counts, start, stop, hands, pairs, temperatures, model, desks), stamp
+
+    @compile_
+    def work(mails: Any, job: Any, hand: Any, like: Any, widths: Any, sleeps: Any) -> int:
+        # One entry for all hands: the kernels are in each entry that reaches them, and take long to compile.
+        mailbox.work(mails, job, hand, like, widths, sleeps)
         return stamp
 
     @compile_
-    def evaluate_blocks(
-        blocks: Any, bins: Any, model: Any, temperatures: Any, present: Any, found: Any, site: Any, results: Any,
-        wanted: Any, widths: Any, first: Any,
+    def call(mails: Any, hands: Any, sleeps: Any) -> Any:
+        return mailbox.call(mails, hands, sleeps), stamp
+
+    @compile_
+    def hand_out(mails: Any, hands: Any, job: Any, sleeps: Any) -> Any:
+        return mailbox.hand_out(mails, hands, job, sleeps), stamp
+
+    @compile_
+    def withdraw(mails: Any, hands: Any) -> Any:
+        return mailbox.withdraw(mails, hands), stamp
+
+    @compile_
+    def dismiss(mails: Any, hands: Any) -> int:
+        mailbox.dismiss(mails, hands)
+        return stamp
+
+    @compile_
+    def sum_structures(
+        job: Any, counts: Any, energy: Any, virial: Any, energies: Any, forces: Any, virials: Any
     ) -> int:  # fmt: skip
-        kernels.evaluate_blocks(
-            blocks, bins, model, temperatures, present, found, site, results, wanted, widths, first
-        )  # fmt: skip
-        return stamp
-
-    @compile_
-    def push_neighbors(targets: Any, results: Any, wanted: Any, first: Any) -> int:
-        kernels.push_neighbors(targets, results, wanted, first)
-        return stamp
-
-    @compile_
-    def sum_structures(counts: Any, results: Any, wanted: Any, energy: Any, virial: Any, forces: Any) -> int:
-        kernels.sum_structures(counts, results, wanted, energy, virial, forces)
+        kernels.sum_structures(job, counts, energy, virial, energies, forces, virials)
         return stamp
 
     return SimpleNamespace(
-        expect=expect, cut=cut, aim=aim, mark_present=mark_present, wrap=wrap, count_into_bins=count_into_bins,
-        evaluate_blocks=evaluate_blocks, push_neighbors=push_neighbors, sum_structures=sum_structures,
+        expect=expect, prepare=prepare, publish=publish, work=work, call=call, hand_out=hand_out, withdraw=withdraw,
+        dismiss=dismiss, sum_structures=sum_structures,
     )  # fmt: skip

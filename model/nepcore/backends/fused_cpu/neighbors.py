@@ -16,6 +16,7 @@ from numba.np.numpy_support import carray
 from .bins import ATOMS, FIRST, FIRST_BIN, GRID, PERIODIC, REACH, SHAPE
 from .inner import inner
 from .lanes import and_less, but_lane, count_lanes, first_lanes, store_numbers
+from .model import aligned
 from .simd import fill, fma, load, spread, store, where_less
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ class Found(NamedTuple):
 def room(size: int, runs: int) -> Found:
     """Arrays for up to ``size`` neighbours and ``runs`` stretches of bins."""
     return Found(
-        size, np.zeros(size + 64, np.int32), np.zeros(size + 64, np.int32), np.zeros(3 * runs),
-        np.zeros(size + 64, np.int32), np.zeros(size + 64, np.int32), np.empty(size + 1, np.int64),
-        np.empty(size + 1, np.int64),
+        size, aligned(size + 64, "int32"), aligned(size + 64, "int32"), aligned(3 * runs + 64, "float64"),
+        aligned(size + 64, "int32"), aligned(size + 64, "int32"), aligned(size + 64, "int64"),
+        aligned(size + 64, "int64"),
     )  # fmt: skip
 
 

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .bins import FAULT, GRID, Bins, count_into_bins, wrap
 from .inner import inner
-from .kernels import Blocks, Targets
+from .kernels import (
+    BINS,
+    BLOCKS,
+    DESKS,
+    FIRST,
+    LAST,
+    MODEL,
+    NEXT,
+    PAIRS,
+    PRESENT,
+    RANGES,
+    RESULTS,
+    TARGETS,
+    TEMPERATURES,
+    WANTED,
+    Blocks,
+    Pairs,
+    Results,
+    Targets,
+    Wanted,
+)
+from .site import Present
+from .words import address_of, first_of, note, unpack
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,6 +44,9 @@ PIECE = 0.3e6
 
 _BLOCK = 4000.0
 """Work of a block: some hundred microseconds."""
+
+_FEW = 1000
+"""Blocks up to which a list is quicker than an array."""
 
 _GUESS = 64.0
 """Neighbours per atom where the cell does not tell a density."""
@@ -46,131 +71,245 @@ def expect(counts: Any, cells: Any, pbc: Any, cutoff: float) -> Any:
     return out
 
 
-@dataclass(frozen=True, eq=False)
 class Plan:
-    """Blocks of atoms of one structure each, consecutive in its bins, (b,) int64.
+    """Blocks of atoms of one structure each, consecutive in its bins, and how they are taken in pieces.
 
     Attributes:
-        structure: Structure the atoms belong to.
-        begin, end: Range of sorted places; those of a structure are numbered as its atoms are.
-        pairs: Pairs to make room for.
-        total: Work up to each block, (b + 1,) float64.
+        blocks: All blocks; sorted places of a structure are numbered as its atoms are.
     """
 
-    structure: NDArray[np.int64]
-    begin: NDArray[np.int64]
-    end: NDArray[np.int64]
-    pairs: NDArray[np.int64]
-    total: NDArray[np.float64]
+    def __init__(self, rows: NDArray[np.int64], total: NDArray[np.float64]) -> None:
+        """Takes the blocks as rows, and the work up to each block, (b + 1,)."""
+        self.blocks = Blocks(*rows)
+        self._total = total.tolist() if len(total) < _FEW else total
+        self._all = len(total) - 1
 
     def __len__(self) -> int:
-        return len(self.structure)
+        return self._all
 
     def stop(self, start: int, work: float) -> int:
         """First block behind a piece that begins with block ``start`` and has about that much work, or less.
 
         What is left is cut evenly: a small last piece would keep threads waiting for each other.
         """
-        left = self.total[-1] - self.total[start]
+        left = self._total[-1] - self._total[start]
         if left <= work:
             return len(self)
         share = left / math.ceil(left / work)
-        return max(start + 1, int(np.searchsorted(self.total, self.total[start] + share)))
+        return max(start + 1, int(np.searchsorted(self._total, self._total[start] + share)))
 
     def work(self, start: int, stop: int) -> float:
         """Work of blocks ``start`` to ``stop`` − 1."""
-        return float(self.total[stop] - self.total[start])
+        return float(self._total[stop] - self._total[start])
 
-    def blocks(self, start: int, stop: int, rooms: NDArray[np.int64]) -> Blocks:
-        """Blocks ``start`` to ``stop`` − 1 for the kernels, their pairs one block after the other."""
-        n = stop - start
-        notes = np.zeros((5, n), np.int64)
-        np.cumsum(rooms[:-1], out=notes[0, 1:])
-        return Blocks(
-            n, np.zeros(2, np.int64), self.structure[start:stop], self.begin[start:stop], self.end[start:stop],
-            notes[0], rooms, notes[1], notes[2], notes[3], notes[4],
-        )  # fmt: skip
+    def make_room(self, start: int, stop: int) -> int:
+        """Lay the pairs of blocks ``start`` to ``stop`` − 1 one block after the other; how many there is room for."""
+        ends = np.cumsum(self.blocks.room[start:stop])
+        self.blocks.start[start] = 0
+        self.blocks.start[start + 1 : stop] = ends[:-1]
+        return int(ends[-1])
+
+
+@inner
+def prepare(
+    job: Any, counts: Any, numbers: Any, table: Any, positions: Any, cells: Any, pbc: Any, cutoff: float, n_types: int,
+    expected: Any, wanted: Wanted,
+) -> Any:  # fmt: skip
+    """Note in a job what is known of some structures before the first neighbour is looked for.
+
+    Args:
+        job: Words of the job.
+        counts: (B,) int64.
+        numbers: Atomic numbers, (N,) uint8.
+        table: Type by atomic number, (256,).
+        positions: (N, 3) float64, flat.
+        cells: (B, 3, 3) float64, flat.
+        pbc: (B, 3) bool.
+        cutoff: Å.
+        n_types: Types of the model.
+        expected: Neighbours per atom, (B,), see :func:`expect`.
+        wanted: What is computed.
+
+    Returns:
+        Stretches of bins that one atom looks at; whether a structure is at fault; rows of the blocks; work up to each
+        block; numbers of the structures in bins; and arrays that must be kept as long as the job.
+    """
+    B, N = len(counts), len(numbers)
+    G = N if wanted.gradient else 0
+    V = 9 * N if wanted.virial else 0
+    W = 9 * N if wanted.virials else 0
+    # Few arrays, for each is an object that costs as much as binning an atom or ten.
+    real = np.zeros(10 * B + 7 * N + 6 * G + V + W)
+    whole = np.zeros(3 * N + 2 * G + 2 * n_types, np.int64)
+    grid = np.zeros(GRID * B, np.int64)
+    short = np.zeros(3 * (N + 64), np.float32)
+    order = np.zeros(N + 64, np.int32)
+    full = real[: 9 * B]
+    blur = real[9 * B : 10 * B]
+    a = 10 * B
+    wrapped = real[a : a + 3 * N]
+    x = real[a + 3 * N : a + 4 * N]
+    y = real[a + 4 * N : a + 5 * N]
+    z = real[a + 5 * N : a + 6 * N]
+    energies = real[a + 6 * N : a + 7 * N]
+    a += 7 * N
+    own = real[a : a + 3 * G]
+    pushed = real[a + 3 * G : a + 6 * G]
+    a += 6 * G
+    virial = real[a : a + V]
+    virials = real[a + V : a + V + W]
+    types = whole[:N]
+    place = whole[N : 2 * N]
+    rank = whole[2 * N : 3 * N]
+    a = 3 * N + 2 * G
+    present = whole[a : a + n_types]
+    slots = whole[a + n_types : a + 2 * n_types]
+    M = N + 64
+    for i in range(N):
+        types[i] = table[numbers[i]]
+    n_bins, runs = wrap(counts, types, positions, cells, pbc, cutoff, grid, full, wrapped, place)
+    bounds = np.zeros(n_bins + B + 1, np.int64)
+    bins = Bins(
+        grid, full, types, wrapped, place, bounds, order, rank, x, y, z, short[:M], short[M : 2 * M],
+        short[2 * M :], blur,
+    )  # fmt: skip
+    count_into_bins(bins)
+    fault = False
+    for s in range(B):
+        fault = fault or grid[GRID * s + FAULT] != 0
+    rows, total = cut(counts, expected)
+    row = first_of(job)
+    note(row, BINS, bins)
+    note(row, PRESENT, Present(mark_present(types, present, slots), present, slots))
+    note(row, BLOCKS, Blocks(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6], rows[7], rows[8]))
+    note(row, WANTED, wanted)
+    start = whole[3 * N : 3 * N + G]
+    count = whole[3 * N + G : 3 * N + 2 * G]
+    note(row, RESULTS, Results(energies, own, pushed, virial, virials, start, count))
+    return runs, fault, rows, total, grid, (real, whole, short, order, bounds)
 
 
 @inner
 def cut(counts: Any, expected: Any) -> Any:
-    """The arrays of a :class:`Plan` for structures with that many atoms and expected neighbours an atom."""
+    """Blocks of structures with that many atoms and expected neighbours an atom.
+
+    Returns:
+        The fields of :class:`Blocks` as rows, (9, b); work up to each block, (b + 1,).
+    """
     sizes = np.empty(len(counts), np.int64)
     n = 0
     for s in range(len(counts)):
         # Small enough for the threads to end together, large enough for atoms of one type to come one after the other.
-        most = min(max(counts[s] // 64, 8), 64)
+        most = min(max(counts[s] // 100, 8), 64)
         sizes[s] = min(max(np.int64(_BLOCK / (expected[s] + ATOM_WORK)), 1), most)
         n += (counts[s] + sizes[s] - 1) // sizes[s]
-    structure = np.empty(n, np.int64)
-    begin = np.empty(n, np.int64)
-    end = np.empty(n, np.int64)
-    pairs = np.empty(n, np.int64)
+    rows = np.zeros((9, n), np.int64)
     total = np.zeros(n + 1)
     b = 0
     first = 0
+    first_pair = 0
     for s in range(len(counts)):
         last = first + counts[s]
         for low in range(first, last, sizes[s]):
-            structure[b] = s
-            begin[b] = low
-            end[b] = min(low + sizes[s], last)
-            atoms = end[b] - low
-            pairs[b] = np.int64(atoms * (1.3 * expected[s] + 16.0))
-            total[b + 1] = total[b] + atoms * (expected[s] + ATOM_WORK)
+            high = min(low + sizes[s], last)
+            pairs = np.int64((high - low) * (1.3 * expected[s] + 16.0))
+            rows[0, b] = s
+            rows[1, b] = low
+            rows[2, b] = high
+            rows[3, b] = first_pair
+            rows[4, b] = pairs
+            total[b + 1] = total[b] + (high - low) * (expected[s] + ATOM_WORK)
+            first_pair += pairs
             b += 1
         first = last
-    return structure, begin, end, pairs, total
-
-
-def targets(table: NDArray[np.int64]) -> Targets:
-    """For the kernels, what :func:`aim` found."""
-    return Targets(table.shape[1], np.zeros(2, np.int64), table[0], table[1], table[2], table[3], table[4])
+    return rows, total
 
 
 @inner
-def aim(counts: Any, structure: Any, begin: Any, end: Any, hands: int) -> Any:
-    """Ranges of atoms that receive forces from blocks: a structure each, or, of a large one, a part a thread.
+def aim(job: Any, counts: Any, start: int, stop: int, hands: int) -> Any:
+    """Ranges of atoms that receive forces from blocks ``start`` to ``stop`` − 1: a structure each, or a part a thread.
 
     Returns:
-        Rows: first and last atom (exclusive), first and last place of centres (exclusive), whether that is all.
+        Their number; the fields of :class:`Targets` as rows.
     """
-    blocks = len(structure)
-    atoms = end[blocks - 1] - begin[0]
-    table = np.empty((5, (structure[blocks - 1] - structure[0] + 1) * hands), np.int64)
-    rows = 0
+    blocks = unpack(first_of(job), BLOCKS, Blocks, job)
+    structure = blocks.structure
+    atoms = blocks.end[stop - 1] - blocks.begin[start]
+    rows = np.empty((5, (structure[stop - 1] - structure[start] + 1) * hands), np.int64)
+    n = 0
     first = 0
-    b = 0
-    for s in range(structure[blocks - 1] + 1):
+    b = start
+    for s in range(structure[stop - 1] + 1):
         last = first + counts[s]
-        if b < blocks and structure[b] == s:
-            low = begin[b]
-            while b < blocks and structure[b] == s:
+        if b < stop and structure[b] == s:
+            low = blocks.begin[b]
+            while b < stop and structure[b] == s:
                 b += 1
-            high = end[b - 1]
+            high = blocks.end[b - 1]
             shares = hands if 2 * hands * (high - low) > atoms else 1
             for k in range(shares):
-                table[0, rows] = first + counts[s] * k // shares
-                table[1, rows] = first + counts[s] * (k + 1) // shares
-                table[2, rows] = low
-                table[3, rows] = high
-                table[4, rows] = shares == 1
-                rows += 1
+                rows[0, n] = first + counts[s] * k // shares
+                rows[1, n] = first + counts[s] * (k + 1) // shares
+                rows[2, n] = low
+                rows[3, n] = high
+                rows[4, n] = shares == 1
+                n += 1
         first = last
-    return table[:, :rows].copy()
+    return n, rows
 
 
 @inner
-def mark_present(types: Any, n_types: int) -> Any:
-    """The types that occur, ascending, and the place of each type among them (0 for the others)."""
-    slots = np.zeros(n_types, np.int64)
+def publish(
+    job: Any, counts: Any, start: int, stop: int, hands: int, pairs: Pairs, temperatures: Any, model: Any, desks: Any
+) -> Any:  # fmt: skip
+    """Make a job of the blocks ``start`` to ``stop`` − 1 of prepared structures.
+
+    Args:
+        job: Words of the job.
+        counts: Atoms of the structures.
+        start: First block.
+        stop: Block after the last.
+        hands: Into how many parts to cut the adding of forces; 0 if none are wanted.
+        pairs: Room for pairs and descriptors.
+        temperatures: (B,), in the compute dtype.
+        model: The model's words.
+        desks: Addresses of the desks' words.
+
+    Returns:
+        An array that must be kept as long as the job.
+    """
+    ranges = 0
+    rows = np.empty((5, 0), np.int64)
+    if hands > 0:
+        ranges, rows = aim(job, counts, start, stop, hands)
+    row = first_of(job)
+    for k in range(BLOCKS):
+        job[k] = 0
+    job[NEXT] = start
+    job[FIRST] = start
+    job[LAST] = stop
+    job[RANGES] = ranges
+    job[TEMPERATURES] = address_of(temperatures)
+    job[MODEL] = address_of(model)
+    job[DESKS] = address_of(desks)
+    note(row, TARGETS, Targets(rows[0], rows[1], rows[2], rows[3], rows[4]))
+    note(row, PAIRS, pairs)
+    return rows
+
+
+@inner
+def mark_present(types: Any, present: Any, slots: Any) -> int:
+    """Note the types that occur, ascending, and the place of each type among them (0 for the others), (T,) each.
+
+    Returns:
+        How many occur.
+    """
     for i in range(len(types)):
         slots[types[i]] = 1
-    present = np.empty(n_types, np.int64)
     n = 0
-    for t in range(n_types):
+    for t in range(len(slots)):
         if slots[t]:
             present[n] = t
             slots[t] = n
             n += 1
-    return present[:n], slots
+    return n

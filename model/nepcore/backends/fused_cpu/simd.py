@@ -7,9 +7,9 @@ vector, so that the machine code is what the source says; where the machine's re
 A width travels as a tuple, ``(0,) * 16``: its length is part of its type, so that the compiler knows it. A number
 beside a vector stands for a vector of it.
 
-Arrays come into the kernels as named tuples; :func:`bare` turns them into pointers there. A pointer is one word, where
-an array is seven that every call would copy, and counts no references: an array's count is shared by all threads.
-Indices into pointers are neither checked nor wrapped.
+Arrays come into the kernels as pointers (words.py). A pointer is one word, where an array is seven that every call
+would copy, and counts no references: an array's count is shared by all threads. Indices into pointers are neither
+checked nor wrapped.
 """
 
 # ruff: noqa: ARG001 — the compiler calls these functions by position
@@ -19,27 +19,9 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba.core import types
-from numba.np.arrayobj import make_array
 
 from .inner import intrinsic
 from .vec import I32, SCALARS, Vec, as_vec, call, fill_lanes, ir_type, vec_of
-
-
-@intrinsic
-def bare(typingctx, group):
-    """The same named tuple with a pointer to its first item for each (flat, contiguous) array."""
-    out = types.NamedTuple(
-        [types.CPointer(t.dtype) if isinstance(t, types.Array) else t for t in group.types], group.instance_class
-    )
-
-    def codegen(context, builder, sig, args):
-        items = []
-        for k, ty in enumerate(group.types):
-            item = builder.extract_value(args[0], k)
-            items.append(make_array(ty)(context, builder, item).data if isinstance(ty, types.Array) else item)
-        return context.make_tuple(builder, out, items)
-
-    return out(group), codegen
 
 
 @intrinsic
@@ -232,14 +214,3 @@ def fill(typingctx, value, width):
         return fill_lanes(builder, args[0], vec)
 
     return vec(value, width), codegen
-
-
-@intrinsic
-def fetch_add(typingctx, array, index, amount):
-    """``array[index] += amount`` in one indivisible step; the value before."""
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.gep(args[0], [args[1]])
-        return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
-
-    return array.dtype(array, types.intp, array.dtype), codegen

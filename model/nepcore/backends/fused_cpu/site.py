@@ -76,18 +76,19 @@ def room(model: Model, widths: Widths, neighbors: int, dtype: str) -> Site:
     stride = padded(neighbors + 1, max(full, functions, 16))
 
     def real(*shape: int) -> Any:
-        # Room to read a whole vector past the end; zeros, so that what is read there is a number.
+        # Room to read a whole vector past the end; zeros, so that what is read there is a number. The room also keeps
+        # other threads off the last cache line.
         return aligned(int(np.prod(shape)) + 64, dtype)
 
     def whole() -> Any:
-        return np.zeros(stride, np.int64)
+        return aligned(stride + 64, "int64")
 
     k = max(model.k_radial, model.k_angular)
     rows = model.rows_angular
     dim = model.dim_row + model.rows_radial + rows
     return Site(
         geo=real(6, stride), geo_angular=real(6, stride), kind=whole(), kind_angular=whole(),
-        slot=np.zeros(stride + 64, np.int32), pair=whole(), neighbor=whole(),
+        slot=aligned(stride + 64, "int32"), pair=whole(), neighbor=whole(),
         f=real(k, stride), df=real(k, stride), f_angular=real(k, stride), df_angular=real(k, stride),
         g=real(stride, rows), dg=real(stride, rows), g_t=real(rows, stride), dg_t=real(rows, stride),
         y=real(model.n_harmonics, stride), s=real(model.n_harmonics, rows), ds=real(model.n_harmonics, rows),

@@ -11,10 +11,10 @@ from nepcore.errors import StructureError
 from nepcore.structures import PER_ATOM, PROPERTIES, Predictions
 
 from . import neighbors
-from .bins import FAULT, FAULTS, GRID, sort_into_bins
-from .kernels import Results, Wanted
-from .plan import ATOM_WORK, PIECE, Plan, targets
-from .site import Present
+from .bins import FAULT, FAULTS, GRID
+from .kernels import COINCIDENCES, JOB, MISFITS, Wanted
+from .model import aligned
+from .plan import ATOM_WORK, PIECE, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 
     from nepcore.structures import Structures
 
-    from .backend import Desk, FusedCPU
-    from .bins import Bins
-    from .kernels import Blocks
+    from .backend import FusedCPU
 
-_SHARED_WORK = 20_000.0
+_SHARED_WORK = 8_000.0
 """Below this a piece is not worth waking other threads."""
 
-_SHARED_PAIRS = 200_000
+_SHARED_PAIRS = 20_000
 """Likewise for the forces on neighbours."""
 
 _PIECE_PAIRS = 4_000_000
@@ -39,14 +37,25 @@ _PIECE_PAIRS = 4_000_000
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Structures that are in one set of bins."""
+    """Structures that are in one set of bins.
 
+    Attributes:
+        first: Index of the first.
+        counts: Their atoms.
+        temperatures: K, in the compute dtype.
+        runs: Stretches of bins that one atom looks at.
+        plan: Blocks of their atoms.
+        job: Words of the job.
+        kept: What the job refers to.
+    """
+
+    first: int
     counts: NDArray[np.int64]
-    bins: Bins
     temperatures: NDArray[Any]
-    present: Present
     runs: int
-    results: Results
+    plan: Plan
+    job: NDArray[np.int64]
+    kept: list[Any]
 
 
 class Task:
@@ -72,123 +81,104 @@ class Task:
         self.forces = np.zeros((N, 3), dtype)
         self.virials = np.zeros((N if self.wanted.virials else 0, 9), dtype)
         self.descriptors = np.zeros((N if self.wanted.descriptors else 0, self.model.dim), dtype)
+        self.nothing: NDArray[Any] = np.zeros(0, dtype)
         self.errors: dict[int, StructureError] = {}
         # The compiled functions take arrays of one kind: bytes from a socket may be read-only and out of line.
         self.counts = _plain(structures.counts, np.int64)
         self.positions = _plain(structures.positions, np.float64)
         self.cells = _plain(structures.cells, np.float64)
         self.pbc = _plain(structures.pbc, np.bool_)
+        self.numbers = _plain(structures.numbers, np.uint8)
         self.density, _ = self.functions.expect(self.counts, self.cells.reshape(-1), self.pbc, self.model.cutoff)
 
     def run(self) -> Generator[int, None, None]:
         """Evaluate everything; yields atoms finished."""
         # Structures are sorted into bins together as long as they make about a piece; a large one stands alone.
-        total = np.cumsum(self.structures.counts * (self.density + ATOM_WORK))
+        total = np.cumsum(self.counts * (self.density + ATOM_WORK))
+        threads = self.backend.threads
+        if threads > 1 and len(total) and _SHARED_WORK < total[-1] <= PIECE * threads:
+            # They wake up while the first group is prepared.
+            self.backend.crew.call(self.functions, threads)
         start = 0
         while start < len(total):
             done = total[start - 1] if start else 0.0
-            stop = max(start + 1, int(np.searchsorted(total, done + PIECE * self.backend.threads, side="right")))
+            stop = max(start + 1, int(np.searchsorted(total, done + PIECE * threads, side="right")))
             yield from self._group(start, stop)
             start = stop
 
     def _group(self, first: int, last: int) -> Generator[int, None, None]:
         """Evaluate the structures ``first`` to ``last`` − 1."""
-        backend, model, wanted = self.backend, self.model, self.wanted
-        dtype = backend.dtype
-        atoms = slice(self.structures.offsets[first], self.structures.offsets[last])
+        backend, wanted = self.backend, self.wanted
+        atoms = slice(int(self.structures.offsets[first]), int(self.structures.offsets[last]))
         counts = self.counts[first:last]
-        types = backend.types[self.structures.numbers[atoms]]
-        N = len(types)
-        bins, runs = sort_into_bins(
-            self.functions, counts, types, self.positions[atoms], self.cells[first:last], self.pbc[first:last],
-            model.cutoff,
+        job = aligned(JOB, "int64")
+        (runs, fault, rows, total, grid, kept), _ = self.functions.prepare(
+            job, counts, self.numbers[atoms], backend.types, self.positions[atoms].reshape(-1),
+            self.cells[first:last].reshape(-1), self.pbc[first:last], self.model.cutoff, self.model.n_types,
+            self.density[first:last], wanted,
         )  # fmt: skip
-        (kinds, slots), _ = self.functions.mark_present(types, model.n_types)
-        gradient = N if wanted.gradient else 0
-        results = Results(
-            energies=np.zeros(N), own=np.zeros(3 * gradient), pushed=np.zeros(3 * gradient),
-            virial=np.zeros(9 * N if wanted.virial else 0), virials=np.zeros(9 * N if wanted.virials else 0),
-            descriptors=self.descriptors[atoms].reshape(-1),
-            pair_start=np.zeros(gradient, np.int64), pair_count=np.zeros(gradient, np.int64),
-            neighbor=np.zeros(0, np.int32), gradient=np.zeros(0, dtype), edge=np.zeros(0, dtype),
-        )  # fmt: skip
-        group = _Group(
-            counts, bins, self.structures.temperatures[first:last].astype(dtype), Present(len(kinds), kinds, slots),
-            runs, results,
-        )  # fmt: skip
-        plan = Plan(*self.functions.cut(counts, self.density[first:last])[0])
+        temperatures = self.structures.temperatures[first:last].astype(backend.dtype)
+        group = _Group(first, counts, temperatures, runs, Plan(rows, total), job, [grid, kept])
         start = 0
-        while start < len(plan):
+        while start < len(group.plan):
             with backend.lock:
-                stop = self._piece(group, plan, start, first)
-            yield int(plan.end[stop - 1] - plan.begin[start])
+                stop = self._piece(group, start)
+            yield int(rows[2, stop - 1] - rows[1, start])
             start = stop
         self.functions.sum_structures(
-            counts, results, wanted, self.energy[first:last], self.virial[first:last].reshape(-1),
-            self.forces[atoms].reshape(-1),
+            job, counts, self.energy[first:last], self.virial[first:last].reshape(-1), self.energies[atoms],
+            self.forces[atoms].reshape(-1), self.virials[atoms].reshape(-1),
         )  # fmt: skip
-        self.energies[atoms] = results.energies
-        if wanted.virials:
-            self.virials[atoms] = results.virials.reshape(-1, 9)
-        for s in np.flatnonzero(bins.grid[FAULT::GRID]).tolist():
-            code, field, reason = FAULTS[bins.grid[FAULT + GRID * s] - 1]
-            self.errors[first + s] = StructureError(code, reason, field=field)
+        if fault:
+            for s in np.flatnonzero(grid[FAULT::GRID]).tolist():
+                code, field, reason = FAULTS[grid[FAULT + GRID * s] - 1]
+                self.errors[first + s] = StructureError(code, reason, field=field)
 
-    def _piece(self, group: _Group, plan: Plan, start: int, offset: int) -> int:
-        """Evaluate a piece, the blocks of ``plan`` from ``start`` on; the block after its last."""
-        backend, wanted = self.backend, self.wanted
+    def _piece(self, group: _Group, start: int) -> int:
+        """Evaluate a piece, the blocks from ``start`` on; the block after its last."""
+        backend, plan, gradient = self.backend, group.plan, self.wanted.gradient
+        blocks = plan.blocks
         stop = plan.stop(start, PIECE * backend.threads)
-        rooms = plan.pairs[start:stop] if wanted.gradient else np.zeros(stop - start, np.int64)
         while True:
             hands = backend.threads if plan.work(start, stop) > _SHARED_WORK else 1
-            blocks = plan.blocks(start, stop, rooms)
-            results = backend.with_pairs(group.results, int(rooms.sum()), wanted)
-            desks = [backend.desk(k, group.runs) for k in range(hands)]
-
-            def work(k: int, blocks: Blocks = blocks, results: Results = results, desks: list[Desk] = desks) -> None:
-                self.functions.evaluate_blocks(
-                    blocks, group.bins, backend.model_words, group.temperatures, group.present, desks[k].found_words,
-                    desks[k].site_words, results, wanted, backend.widths, k == 0,
-                )  # fmt: skip
-
-            backend.crew.share(work, hands, blocks.done)
-            crowd = int(blocks.crowd.max())
-            backend.crowd = max(backend.crowd, crowd)
-            if wanted.gradient and (blocks.found > rooms).any():
-                # Denser than expected; now the numbers are known. What does not fit is left for the next piece.
-                rooms = np.maximum(blocks.found, 1)
-                fitting = int(np.searchsorted(np.cumsum(rooms), _PIECE_PAIRS, side="right"))
+            pairs = plan.make_room(start, stop) if gradient else 0
+            job = self._publish(group, start, stop, hands, pairs)
+            backend.crew.share(self.functions, job, hands)
+            if job[COINCIDENCES]:
+                self._note_coincident(group, start, stop)
+            if not job[MISFITS]:
+                return stop
+            # Denser than expected; now the numbers are known. What does not fit is left for the next piece.
+            backend.crowd = max(backend.crowd, int(blocks.crowd[start:stop].max()))
+            if gradient:
+                blocks.room[start:stop] = np.maximum(blocks.found[start:stop], 1)
+                fitting = int(np.searchsorted(np.cumsum(blocks.room[start:stop]), _PIECE_PAIRS, side="right"))
                 stop = min(stop, start + max(1, fitting))
-                rooms = rooms[: stop - start]
-            elif not crowd:
-                break
-        self._note_coincident(group, blocks, offset)
-        if wanted.gradient:
-            self._push(group, blocks, results, hands)
-        return stop
 
-    def _push(self, group: _Group, blocks: Blocks, results: Results, hands: int) -> None:
-        """Add the forces on the neighbours of a piece's atoms."""
-        hands = hands if int(blocks.found.sum()) > _SHARED_PAIRS else 1
-        table, _ = self.functions.aim(group.counts, blocks.structure, blocks.begin, blocks.end, hands)
-        aims = targets(table)
-        self.backend.crew.share(
-            lambda k: self.functions.push_neighbors(aims, results, self.wanted, k == 0),
-            hands,
-            aims.done,
+    def _publish(self, group: _Group, start: int, stop: int, hands: int, pairs: int) -> NDArray[np.int64]:
+        """The job of the blocks ``start`` to ``stop`` − 1."""
+        backend, wanted = self.backend, self.wanted
+        desks = backend.desks(hands, group.runs)
+        first = self.structures.offsets[group.first]
+        descriptors = self.descriptors[first : first + int(group.counts.sum())] if wanted.descriptors else self.nothing
+        room = backend.pairs(pairs, wanted, descriptors.reshape(-1))
+        parts = 0 if not wanted.gradient else hands if pairs > _SHARED_PAIRS else 1
+        targets, _ = self.functions.publish(
+            group.job, group.counts, start, stop, parts, room, group.temperatures, backend.model_words, desks
         )
+        group.kept[2:] = [room, targets, desks]
+        return group.job
 
-    def _note_coincident(self, group: _Group, blocks: Blocks, offset: int) -> None:
-        if not blocks.second.any():
-            return
+    def _note_coincident(self, group: _Group, start: int, stop: int) -> None:
+        blocks = group.plan.blocks
         ends = np.cumsum(group.counts)
-        for b in np.flatnonzero(blocks.second).tolist():
+        for b in (start + np.flatnonzero(blocks.second[start:stop])).tolist():
             s = int(blocks.structure[b])
             low = int(ends[s] - group.counts[s])
             i, j = sorted((int(blocks.first[b]) - low, int(blocks.second[b]) - 1 - low))
-            before = self.errors.get(s + offset)
+            before = self.errors.get(s + group.first)
             if before is None or (i, j) < (before.atoms[0], before.atoms[-1]):
-                self.errors[s + offset] = _coincident(i, j)
+                self.errors[s + group.first] = _coincident(i, j)
 
     def predictions(self) -> Predictions:
         """What was asked for; rows of structures that failed are NaN."""

@@ -1,8 +1,9 @@
 """Named tuples of arrays and numbers as rows of words.
 
 To hand dozens of arrays to a compiled function takes tens of microseconds, each of which holds the interpreter's lock.
-What lives longer than a call is therefore written down once, one word a field, and read by :func:`unpack`, which knows
-the fields from the annotations of the tuple's class.
+What lives longer than a call, or goes to several threads, is therefore written down once, one word a field, by
+:func:`words` or in compiled code by :func:`note`, and read by :func:`unpack`, which knows the fields from the
+annotations of the tuple's class.
 """
 
 # ruff: noqa: ARG001 — the compiler calls these functions by position
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llvmlite import ir
 from numba.core import types
+from numba.core.errors import TypingError
 from numba.np.arrayobj import make_array
 
 from .inner import intrinsic
@@ -35,6 +37,7 @@ _ITEMS: dict[str, Any] = {
     "Ints": types.int64,
     "Ints32": types.int32,
 }
+_WORD = ir.IntType(64)
 _NUMBERS: dict[str, Any] = {"bool": types.boolean, "int": types.int64, "float": types.float64}
 
 
@@ -61,10 +64,38 @@ def words(group: Any, dtype: str) -> NDArray[np.int64]:
 
 
 @intrinsic
-def unpack(typingctx, row, kind, like):
-    """The named tuple of class ``kind`` that ``row`` holds, with a pointer to its first item for each array.
+def note(typingctx, row, at, group):
+    """Write the fields of a named tuple of flat arrays and numbers into ``row[at:]``, as :func:`words` does."""
+    for name, kind, ty in zip(group.fields, _kinds(group.instance_class), group.types, strict=True):
+        expected = _NUMBERS.get(kind) or _ITEMS.get(kind, ty.dtype if isinstance(ty, types.Array) else None)
+        if isinstance(ty, types.Array):
+            fits = ty.layout == "C" and ty.dtype == expected
+        else:
+            fits = kind in _NUMBERS and (isinstance(ty, types.Boolean) or ty == expected)
+        if not fits:
+            raise TypingError(f"{name} of {group.instance_class.__name__} must be {kind}, not {ty}")
 
-    ``like`` is an array of the compute dtype.
+    def codegen(context, builder, sig, args):
+        row, at, group_value = args
+        for k, ty in enumerate(group.types):
+            item = builder.extract_value(group_value, k)
+            if isinstance(ty, types.Array):
+                word = builder.ptrtoint(make_array(ty)(context, builder, item).data, _WORD)
+            elif ty == types.float64:
+                word = builder.bitcast(item, _WORD)
+            else:
+                word = context.cast(builder, item, ty, types.int64)
+            builder.store(word, builder.gep(row, [builder.add(at, ir.Constant(at.type, k))]))
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp, group), codegen
+
+
+@intrinsic
+def unpack(typingctx, row, at, kind, like):
+    """The named tuple of class ``kind`` that ``row[at:]`` holds, with a pointer to its first item for each array.
+
+    ``row`` is a pointer; ``like`` an array of the compute dtype.
     """
     cls = kind.instance_class
     fields = [
@@ -75,10 +106,10 @@ def unpack(typingctx, row, kind, like):
     out = types.NamedTuple(fields, cls)
 
     def codegen(context, builder, sig, args):
-        data = make_array(sig.args[0])(context, builder, args[0]).data
+        data = builder.gep(args[0], [args[1]])
         items = []
         for k, ty in enumerate(fields):
-            word = builder.load(builder.gep(data, [ir.Constant(ir.IntType(64), k)]))
+            word = builder.load(builder.gep(data, [ir.Constant(_WORD, k)]))
             if isinstance(ty, types.CPointer):
                 word = builder.inttoptr(word, context.get_value_type(ty))
             elif ty == types.float64:
@@ -88,4 +119,35 @@ def unpack(typingctx, row, kind, like):
             items.append(word)
         return context.make_tuple(builder, out, items)
 
-    return out(row, kind, like), codegen
+    return out(row, types.intp, kind, like), codegen
+
+
+@intrinsic
+def first_of(typingctx, array):
+    """Pointer to the first item of a flat array."""
+
+    def codegen(context, builder, sig, args):
+        return make_array(array)(context, builder, args[0]).data
+
+    return types.CPointer(array.dtype)(array), codegen
+
+
+@intrinsic
+def address_of(typingctx, array):
+    """Address of the first item of a flat array."""
+
+    def codegen(context, builder, sig, args):
+        return builder.ptrtoint(make_array(array)(context, builder, args[0]).data, _WORD)
+
+    return types.int64(array), codegen
+
+
+@intrinsic
+def at_address(typingctx, address, like):
+    """Pointer to an item of the dtype of ``like`` (an array or a pointer) at an address."""
+    out = types.CPointer(like.dtype)
+
+    def codegen(context, builder, sig, args):
+        return builder.inttoptr(args[0], context.get_value_type(out))
+
+    return out(types.int64, like), codegen
