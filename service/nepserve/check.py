@@ -14,7 +14,7 @@ import numpy as np
 
 from nepcore.errors import ModelFileError
 from nepcore.files import nep_txt
-from nepcore.files.nep_layout import SWITCHES
+from nepcore.files.nep_layout import LEAST_L, SWITCHES
 
 if TYPE_CHECKING:
     import os
@@ -33,7 +33,6 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _GPUMD_MAX_NEIGHBORS = 819
 
 _VERSIONS = {3: "one network for all elements", 4: "one network per element", 5: "one network and bias per element"}
-_DEGREES = {"q222": 2, "q1111": 1, "q112": 2, "q123": 3, "q233": 3, "q134": 4}
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +206,7 @@ def _size_warnings(model: NepFile) -> list[str]:
         warnings.append(
             f"A radial cutoff of {model.cutoff:g} Å means some {neighbors:,.0f} neighbours per atom in a solid."
         )
-    idle = [name for name in SWITCHES if model.switches[name] and _DEGREES[name] > model.l_max]
+    idle = [name for name in SWITCHES if model.switches[name] and LEAST_L[name] > model.l_max]
     if idle:
         warnings.append(f"{', '.join(idle)} are on, but zero: they need a larger l than {model.l_max}.")
     return warnings

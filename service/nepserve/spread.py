@@ -128,7 +128,7 @@ class Spread:
         self._send(ask, timeout)
         number = next(self._numbers)
         self._asks[number] = ask
-        future.add_done_callback(lambda _: self._asks.pop(number, None))
+        future.add_done_callback(lambda done: self._ended(number, done))
         return number, future
 
     def withdraw(self, number: int) -> None:
@@ -136,6 +136,13 @@ class Spread:
         ask = self._asks.pop(number, None)
         if ask is not None and ask.place is not None:
             ask.place.withdraw(ask.job)
+
+    def _ended(self, number: int, done: asyncio.Future[Answer]) -> None:
+        if done.cancelled():
+            # This comes before whoever waited for it can say so, and its device has the work still.
+            self.withdraw(number)
+        else:
+            self._asks.pop(number, None)
 
     def refuse_if_full(self, atoms: float) -> None:
         """See :meth:`.dispatch.Dispatcher.refuse_if_full`."""

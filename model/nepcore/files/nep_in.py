@@ -22,7 +22,7 @@ from nepcore.errors import InputFileError
 
 from .nep_header import parse_float, quoted
 from .nep_keywords import ALIASES, KEYWORDS, MAX_ANGULAR, STAGED, Keyword, Value
-from .nep_layout import SWITCHES
+from .nep_layout import LEAST_L, SWITCHES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -340,9 +340,6 @@ def _l_max(values: Sequence[Scalar]) -> tuple[int, dict[str, bool]]:
     return int(values[0]), dict(zip(SWITCHES, flags, strict=True))
 
 
-_DEGREES = {"q222": 2, "q1111": 1, "q112": 2, "q123": 3, "q233": 3, "q134": 4}
-
-
 def _check(found: NepIn) -> None:
     """What only several keywords together can have wrong, and what is not trained here."""
     for name, meanings in _REFUSED.items():
@@ -357,8 +354,8 @@ def _check(found: NepIn) -> None:
         raise found.error("prediction", "prediction 1: to evaluate a model, use nepserve predict --gpumd-out")
     l_max, switches = found.l_max
     for name, on in switches.items():
-        if on and _DEGREES[name] > l_max:
-            raise found.error("l_max", f"l_max: {name} needs l_max {_DEGREES[name]} at least, found {l_max}")
+        if on and LEAST_L[name] > l_max:
+            raise found.error("l_max", f"l_max: {name} needs l_max {LEAST_L[name]} at least, found {l_max}")
     functions = int((found.values("n_max") or (6, 6))[1]) + 1
     angular = functions * (l_max + sum(switches.values()))
     if angular > MAX_ANGULAR:

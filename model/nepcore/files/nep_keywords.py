@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-EVERY = -1
-"""Number of values of a keyword that has one for each type."""
-
 MAX_ANGULAR = 90
 """Most angular descriptor components that GPUMD can evaluate."""
 

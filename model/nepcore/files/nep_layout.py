@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 SWITCHES: tuple[str, ...] = ("q222", "q1111", "q112", "q123", "q233", "q134")
 """The invariants beyond three-body, in the order of the ``l_max`` line and of the descriptor."""
 
+LEAST_L: dict[str, int] = {"q222": 2, "q1111": 1, "q112": 2, "q123": 3, "q233": 3, "q134": 4}
+"""The least ``l_max`` at which an invariant is not zero."""
+
 MAX_L = 8
 """Largest l for which the angular functions are defined."""
 

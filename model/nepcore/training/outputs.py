@@ -42,7 +42,6 @@ class Journal:
     """
 
     def __init__(self, directory: RunDirectory, interval: int = 1, after: int | None = None) -> None:
-        self._directory = directory
         self._interval = interval
         directory.path.mkdir(parents=True, exist_ok=True)
         for path, epoch_of in ((directory.loss, _epoch_of_row), (directory.log, _epoch_of_record)):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from nepcore.elements import NUMBERS
 from nepcore.errors import NepError
+from nepcore.files.nep_keywords import SCHEDULERS
 from nepcore.files.nep_layout import MAX_L, SWITCHES, Header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LOSS_FORMS = ("mse", "rmse")
-SCHEDULERS = ("plateau", "step", "cosine")
 Q_SCALERS = ("self-consistent", "gpumd")
 OFFSETS = ("common", "elements")
 WEIGHTINGS = ("square", "linear")

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nepserve.wire.problem import CONTENT_TYPE, problem
 
-from .stream import Stream
+from .stream import HEAD_SECONDS, WRITE_SECONDS, Stream
 
 if TYPE_CHECKING:
     import asyncio
@@ -26,16 +26,10 @@ if TYPE_CHECKING:
 MAX_HEAD = 64 * 1024
 """Largest request line and headers together, bytes."""
 
-HEAD_SECONDS = 10.0
-"""Time from the first byte of a request (or from connecting) to the end of its headers."""
-
 LINGER_SECONDS = 10.0
 LINGER_BYTES = 32_000_000
 LINGER_ANNOUNCED = 1_000_000_000
 """How long, and how much, a body is thrown away after its request was answered; more, where its length was said."""
-
-WRITE_SECONDS = 60.0
-"""Time that an answer may wait for its reader to take the next part of it."""
 
 
 class Connection(HttpToolsProtocol):

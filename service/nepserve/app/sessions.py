@@ -16,7 +16,7 @@ from nepserve import wire
 from nepserve.wire import frame, negotiation, steps
 from nepserve.wire.request import WireError
 
-from .evaluate import LARGE_BODY, run_where, unless_gone, wish_of
+from .evaluate import LARGE_BLOCK, LARGE_BODY, run_where, unless_gone, wish_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -264,7 +264,8 @@ class Stepping:
             request = wire.Request(
                 form, session.opening.model, properties, session.block(positions, cell), single=True, dtype=dtype
             )
-            kind, content = wire.encode(request, answer.predictions, wish.accept, step.model)
+            large = large or len(session) > LARGE_BLOCK
+            kind, content = await run_where(large, wire.encode, request, answer.predictions, wish.accept, step.model)
         headers: Headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(content))]
         return 200, headers, content
 

@@ -8,14 +8,13 @@ so that a client that sends faster than it is served is slowed down by its own s
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from nepserve.wire import frame
+from nepserve.wire import frame, json_text
 from nepserve.wire.request import WireError, describe
 
 from . import problems
@@ -33,10 +32,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("nepserve")
 
 HEAD_SECONDS = 10.0
-"""Time from the first byte of a frame to its end, besides what its length earns."""
+"""Time from the first byte of a frame, or of the head of an HTTP request, to its end; the length of a frame earns more.
+
+A connection without a session has no longer than that to be silent, either."""
 
 WRITE_SECONDS = 60.0
-"""Time that an answer may wait for its reader."""
+"""Time that an answer may wait for its reader to take the next part of it."""
 
 _HELD = 1 << 20
 """Bytes that may wait behind a frame before no more are read."""
@@ -78,6 +79,11 @@ class Desk:
         self._head = frame.Head(0, 0, 0, 0, 0)
         self._started = 0.0
 
+    @property
+    def serving(self) -> bool:
+        """Whether there is a session, or an answer on its way."""
+        return self.busy or (self._session is not None and not self._session.lost)
+
     def take(self, head: frame.Head, payload: bytes | memoryview) -> None:
         """Begin with a frame; its answer comes by ``send``, now or later."""
         self.busy = True
@@ -103,10 +109,7 @@ class Desk:
         if self._session is not None:
             self._stepping.sessions.drop(self._session)
             self._session = None
-        try:
-            message = json.loads(bytes(payload))
-        except ValueError as error:
-            raise WireError(None, "bad_json", f"the frame that opens a session is not JSON: {error}") from None
+        message = json_text.parse(bytes(payload))
         if not isinstance(message, dict):
             raise WireError(None, "bad_value", f"a session is opened by an object, not by {describe(message)}")
         keys = self._stepping.service.keys
@@ -200,9 +203,16 @@ class Stream(asyncio.Protocol):
         self._begun: float | None = None  # when the frame began that is not whole yet
         self._allowed = HEAD_SECONDS
         self._write_paused_at: float | None = None
+        self._heard = self.loop.time()
+
+    @property
+    def engaged(self) -> bool:
+        """Whether the next frame has to wait: for an answer, or for the peer to read the last one."""
+        return self.desk.busy or self._write_paused_at is not None
 
     def data_received(self, data: bytes) -> None:
         """Take bytes."""
+        self._heard = self.loop.time()
         self.buffer += data
         self.go_on()
 
@@ -211,20 +221,21 @@ class Stream(asyncio.Protocol):
         if self._closing:
             return
         try:
-            while self.buffer and not self.desk.busy and self.cut():
+            while self.buffer and not self.engaged and self.cut():
                 pass
         except WireError as error:
             # The place where the next frame begins is lost.
             self.refuse(error)
             return
-        waiting = len(self.buffer)
-        if self.desk.busy:
+        waiting, engaged = len(self.buffer), self.engaged
+        if engaged or not (waiting or self.partial):
             self._begun = None
-        elif waiting and self._begun is None:
-            self._begun, self._allowed = self.loop.time(), HEAD_SECONDS + self.expected() / MIN_RATE
-        elif not waiting:
-            self._begun = None
-        too_much = self.desk.busy and waiting > _HELD
+        else:
+            if self._begun is None:
+                self._begun, self._allowed = self.loop.time(), HEAD_SECONDS
+            # What is announced may be too much; that is told when its head is whole.
+            self._allowed = max(self._allowed, HEAD_SECONDS + min(self.expected(), self.most) / MIN_RATE)
+        too_much = engaged and waiting > _HELD
         if too_much and self._reading:
             self.transport.pause_reading()
         elif not too_much and not self._reading:
@@ -238,6 +249,11 @@ class Stream(asyncio.Protocol):
             WireError: What came is no frame, and what follows cannot be made out.
         """
         raise NotImplementedError
+
+    @property
+    def partial(self) -> bool:
+        """Whether a part of a frame was taken out of the buffer already."""
+        return False
 
     def expected(self) -> int:
         """Bytes of the frame that is arriving, as far as is known."""
@@ -266,12 +282,16 @@ class Stream(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Note that the peer reads again."""
         self._write_paused_at = None
+        self.go_on()
 
     def overdue(self, now: float) -> bool:
         """Whether the peer has used up its time for a frame, or for reading an answer."""
         if self._write_paused_at is not None and now - self._write_paused_at > WRITE_SECONDS:
             return True
-        return self._begun is not None and now - self._begun > self._allowed
+        if self._begun is not None:
+            return now - self._begun > self._allowed
+        # Who has no session holds a place that others may want; a client that comes back opens another one anyway.
+        return not self.desk.serving and now - self._heard > HEAD_SECONDS
 
     def shutdown(self) -> None:
         """The server ends."""

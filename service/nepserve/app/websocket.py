@@ -143,12 +143,17 @@ class WebSocket(Stream):
             raise frame.bad_frame(f"a message of {len(message)} bytes; the head of a frame has {frame.HEAD.size}")
         self.desk.take(frame.read_head(message, self.most), memoryview(message)[frame.HEAD.size :])
 
+    @property
+    def partial(self) -> bool:
+        """See :attr:`Stream.partial`."""
+        return bool(self._parts)
+
     def expected(self) -> int:
         """See :meth:`Stream.expected`."""
         size = self.buffer[1] & 127 if len(self.buffer) > 1 else 0
         if size > _LARGEST_CONTROL:
             size = int.from_bytes(self.buffer[2 : 4 if size == 126 else 10], "big")
-        return size
+        return self._size + size
 
     def _send(self, content: bytes) -> None:
         self.transport.write(head(_BINARY, len(content)) + content)
