@@ -15,8 +15,8 @@ import torch
 
 from nepcore.batch import Batch
 from nepcore.errors import StructureError
-from nepcore.neighbors import Bins, Pairs
 from nepcore.physics import harmonics, zbl
+from nepcore.skin import Lists
 from nepcore.structures import Predictions
 
 from .rows import COINCIDENT, Results, Rows, Shape, Tables, evaluate
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from nepcore.admission import Admission
     from nepcore.backends.protocol import Form
+    from nepcore.neighbors import Pairs
     from nepcore.potential import NEP
     from nepcore.structures import Structures
 
@@ -93,6 +94,7 @@ class PairwiseBackend:
         self.block = block
         self._memory = memory
         self._presents: dict[tuple[int, ...], _Present] = {}
+        self._lists = Lists(potential.max_cutoff, admission.types, self.device)
 
     @torch.no_grad()
     def run(self, structures: Structures, properties: frozenset[str]) -> Generator[int, None, Predictions]:
@@ -106,7 +108,7 @@ class PairwiseBackend:
             sums = _Sums(self, batch, properties)
             present = self._present(part)
             budget = self._pair_budget(len(present.types))
-            for pairs in Bins.of(batch, self.potential.max_cutoff).pairs(3 * budget):
+            for pairs in self._lists.pairs(part, batch, 3 * budget):
                 sums.add(pairs, _evaluate(self.potential, present, batch, pairs, self.block))
                 yield pairs.stop - pairs.start
             parts.append(sums.predictions(part))
