@@ -52,7 +52,7 @@ def test_a_trajectory_has_the_bits_of_searches(pbc: tuple[bool, bool, bool], n: 
     lists = Lists(CUTOFF, TYPES, CPU)
     positions = one.positions.copy()
     for step in range(40):
-        positions += [*rng.normal(0.0, 0.03, positions.shape), 0.02, 0.05, -0.03]
+        positions += rng.normal(0.0, 0.03, positions.shape) + np.array([0.02, 0.05, -0.03])
         if step % 7 == 3:
             positions[step % n] += np.where(pbc, rng.integers(-2, 3, 3), 0) @ one.cell
         moved = replace(one, positions=positions.copy())
