@@ -2,15 +2,18 @@
 
     python bench/backends.py paths [--device cuda] [--systems si5 pbte unep] [--backends density mulsum+graphs ...]
     python bench/backends.py sweep [--device cuda] [--types 1 2 4 ...] [--compiled]
-    python bench/backends.py peers [--device cuda] [--backend density+compiled]
-    python bench/backends.py profile [--device cuda] [--system si5] [--backend density]
+    python bench/backends.py peers [--device cuda] [--backends density+compiled]
+    python bench/backends.py together [--device cuda] [--wait 150] [--commands "sweep --types 8 --forms bmm" peers ...]
+    python bench/backends.py profile [--device cuda] [--systems si5] [--backends density] [--batch "64,000 atoms"]
 
 ``paths``: energies and forces of one structure of 32 to 64 atoms, of 1024 such structures, and of one crystal of
 64,000 atoms, from host arrays to host arrays, neighbour search included. ``sweep``: the same model (8/4 Å, n_max 4,
 basis 8, l_max 4) at several numbers of types, all of which occur: inference of a crystal of 16,000 atoms, and one
 training step (parameter gradients of a loss of energies and pair forces) of a dense block of as many. ``peers``:
-TorchNEP (PyPI: torchnep) beside ours. Each figure is the median of repeats after a warm-up, synchronised; peak memory
-is that of torch's allocator. One JSON line a figure on standard output, words on standard error.
+TorchNEP (PyPI: torchnep) beside ours. ``together``: each of the commands in a process of its own, which compile at
+the same time and are timed one after the other; left out, the compiled part of the sweep and ``peers``. ``profile``:
+kernels by their time. Each figure is the median of repeats after a warm-up, synchronised; peak memory is that of
+torch's allocator. One JSON line a figure on standard output, words on standard error.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import fcntl
 import json
+import os
+import shlex
+import signal
+import subprocess
 import tempfile
 import time
 from functools import partial
@@ -49,26 +57,26 @@ SWEEP_COMPILED = (1, 8, 32, 87)
 LOOP_COMPILED = 8
 
 
-def timed(call: Callable[[], object], device: str, budget: float = 3.0, repeats: int = 9) -> dict[str, float]:
-    """Median milliseconds, seconds of the first call, and peak memory of the later ones, GiB."""
+def once(call: Callable[[], object], device: str) -> float:
+    """Seconds of one call, synchronised."""
+    begun = time.perf_counter()
+    call()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def timed(call: Callable[[], object], device: str, budget: float, repeats: int = 9) -> dict[str, float]:
+    """Median milliseconds, and peak memory, GiB; the call was run before."""
     gpu = device.startswith("cuda")
-
-    def once() -> float:
-        begun = time.perf_counter()
-        call()
-        if gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
-    first = once()
     for _ in range(2):
-        once()
+        once(call, device)
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     while len(times) < 3 or (len(times) < repeats and sum(times) < budget):
-        times.append(once())
-    out = {"ms": 1e3 * median(times), "first_s": first}
+        times.append(once(call, device))
+    out = {"ms": 1e3 * median(times)}
     if gpu:
         out["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return out
@@ -81,14 +89,70 @@ def say(**figures: Any) -> None:
     print(json.dumps(figures), flush=True)
 
 
-def tried(call: Callable[[], dict[str, float]], atoms: int, **what: Any) -> None:
-    """Say a figure, or why there is none."""
-    try:
-        figures = call()
-    except Exception as error:  # the other figures are wanted all the same
-        say(**what, failed=f"{type(error).__name__}: {str(error).splitlines()[:1]}")
-        return
-    say(**what, **figures, ns_per_atom=1e6 * figures["ms"] / atoms)
+class Figures:
+    """Figures of one process: said as they come, or, where processes take turns, when all of them are prepared."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = options.device
+        self.budget = options.budget
+        self.turns: Path | None = options.turns
+        self._prepared: list[tuple[Callable[[], object], int, dict[str, Any]]] = []
+
+    def of(self, prepare: Callable[[], Callable[[], object]], atoms: int, **what: Any) -> None:
+        """Time a call, which ``prepare`` makes; its first run may compile something."""
+        try:
+            begun = time.perf_counter()
+            call = prepare()
+            once(call, self.device)
+            what["first_s"] = time.perf_counter() - begun
+        except Exception as error:  # the other figures are wanted all the same
+            say(**what, failed=f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+            return
+        self._prepared.append((call, atoms, what))
+        if self.turns is None:
+            self._say()
+        elif self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+    def _say(self) -> None:
+        for call, atoms, what in self._prepared:
+            self._say_one(call, atoms, what)
+        self._prepared.clear()
+
+    def _say_one(self, call: Callable[[], object], atoms: int, what: dict[str, Any]) -> None:
+        try:
+            figures = timed(call, self.device, self.budget)
+        except Exception as error:  # as above
+            say(**what, failed=f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+            return
+        if faults := getattr(call, "faults", dict)():
+            what["faults"] = faults
+        say(**what, **figures, ns_per_atom=1e6 * figures["ms"] / atoms)
+
+    def finish(self) -> None:
+        """Wait for one's turn and say what was only prepared so far."""
+        if self.turns is None:
+            return
+        (self.turns / f"ready-{os.getpid()}").touch()
+        while not (self.turns / "go").exists():
+            time.sleep(0.05)
+        with (self.turns / "turn").open("w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            self._say()
+
+
+class Evaluation:
+    """Energies and forces of a block."""
+
+    def __init__(self, calculator: Calculator, block: Structures) -> None:
+        self.calculator, self.block = calculator, block
+
+    def __call__(self) -> object:
+        return self.calculator.evaluate(self.block, ["energy", "forces"])
+
+    def faults(self) -> dict[str, str]:
+        """Why it does less than it should."""
+        return self.calculator.faults
 
 
 def blocks(name: str, quick: bool) -> dict[str, Structures]:
@@ -101,7 +165,7 @@ def blocks(name: str, quick: bool) -> dict[str, Structures]:
     }
 
 
-def paths(options: argparse.Namespace) -> None:
+def paths(options: argparse.Namespace, figures: Figures) -> None:
     for system in options.systems:
         batches = blocks(system, options.quick)
         for backend in options.backends or candidates.names():
@@ -111,14 +175,9 @@ def paths(options: argparse.Namespace) -> None:
                 print(error, file=sys.stderr)
                 continue
             for name, block in batches.items():
-
-                def run(block: Structures = block, calculator: Calculator = calculator) -> object:
-                    return calculator.evaluate(block, ["energy", "forces"])
-
-                tried(
-                    lambda run=run: timed(run, options.device), block.n_atoms,
-                    system=system, backend=backend, batch=name,
-                )  # fmt: skip
+                figures.of(
+                    partial(Evaluation, calculator, block), block.n_atoms, system=system, backend=backend, batch=name
+                )
             if calculator.faults or calculator.graphs:
                 say(system=system, backend=backend, faults=calculator.faults, graphs=calculator.graphs)
 
@@ -168,7 +227,7 @@ def training_step(nep: NEP, form: str, n_types: int, device: str, compiled: bool
     return step
 
 
-def sweep(options: argparse.Namespace) -> None:
+def sweep(options: argparse.Namespace, figures: Figures) -> None:
     for n_types in options.types or (SWEEP_COMPILED if options.compiled else SWEEP):
         model = synthetic.make_model(SYMBOLS[1 : n_types + 1], cutoff=(8.0, 4.0), seed=1)
         block = alloy(n_types, 16)
@@ -178,22 +237,23 @@ def sweep(options: argparse.Namespace) -> None:
             name = form + candidates.COMPILED if options.compiled else form
             what = {"types": n_types, "form": form, "compiled": options.compiled}
 
-            def infer(name: str = name, model: Any = model, block: Structures = block) -> dict[str, float]:
-                calculator = Calculator.of(model, device=options.device, backend=name)
-                return timed(partial(calculator.evaluate, block, ["energy", "forces"]), options.device)
+            def infer(name: str = name, model: Any = model, block: Structures = block) -> Evaluation:
+                return Evaluation(Calculator.of(model, device=options.device, backend=name), block)
 
-            def train(form: str = form, model: Any = model, n_types: int = n_types) -> dict[str, float]:
+            def train(form: str = form, model: Any = model, n_types: int = n_types) -> Callable[[], object]:
                 nep = NEP(model, torch.float32).to(options.device)
-                return timed(training_step(nep, form, n_types, options.device, options.compiled), options.device)
+                return training_step(nep, form, n_types, options.device, options.compiled)
 
-            tried(infer, block.n_atoms, **what, step="inference")
-            if not options.no_training:
-                tried(train, 16384, **what, step="training")
+            if "inference" in options.steps:
+                figures.of(infer, block.n_atoms, **what, step="inference")
+            if "training" in options.steps:
+                torch._dynamo.reset()  # noqa: SLF001 (its public name): one function in many forms is given up
+                figures.of(train, 16384, **what, step="training")
             if options.device.startswith("cuda"):
                 torch.cuda.empty_cache()
 
 
-def peers(options: argparse.Namespace) -> None:
+def peers(options: argparse.Namespace, figures: Figures) -> None:
     from torchnep.data import read_xyz
     from torchnep.nep import NEPCalculator
     from torchnep.predict import _chunk_arrays, _predict_chunk
@@ -207,12 +267,8 @@ def peers(options: argparse.Namespace) -> None:
         }
         for name, calculator in ours.items():
             for batch in ("1024 small", "64,000 atoms"):
-
-                def run(calculator: Calculator = calculator, block: Structures = batches[batch]) -> object:
-                    return calculator.evaluate(block, ["energy", "forces"])
-
-                tried(
-                    lambda run=run: timed(run, options.device), batches[batch].n_atoms,
+                figures.of(
+                    partial(Evaluation, calculator, batches[batch]), batches[batch].n_atoms,
                     system=system, program=f"nepserve {name}", batch=batch,
                 )  # fmt: skip
         core = NEPCalculator(str(systems.MODELS[system]), dtype=torch.float32, device=options.device)
@@ -236,8 +292,8 @@ def peers(options: argparse.Namespace) -> None:
                 return _predict_chunk(core, prepare(), 1024, options.device, torch.float32, backend, 0, print)
 
             for label, call in (("lists ready", compute), ("from structures", whole)):
-                tried(
-                    lambda call=call: timed(call, options.device), many.n_atoms,
+                figures.of(
+                    lambda call=call: call, many.n_atoms,
                     system=system, program=f"torchnep predict {backend}, {label}", batch="1024 small",
                 )  # fmt: skip
         one = large.view(0)
@@ -247,8 +303,8 @@ def peers(options: argparse.Namespace) -> None:
             "tiled": partial(core.compute_tiled, *arguments),
             "tiled, compiled": partial(core.compute_tiled, *arguments, compile=True),
         }.items():
-            tried(
-                lambda call=call: timed(call, options.device), large.n_atoms,
+            figures.of(
+                lambda call=call: call, large.n_atoms,
                 system=system, program=f"torchnep {label}", batch="64,000 atoms",
             )  # fmt: skip
 
@@ -265,24 +321,86 @@ def _frames(block: Structures, read: Callable[[str], Any]) -> Any:
         return read(str(path))
 
 
+def together(options: argparse.Namespace) -> None:
+    """Commands that compile at the same time, and are timed one after the other."""
+    waiting = list(options.commands or _compiled_and_peers())
+    shared = ["--device", options.device, "--budget", str(options.budget), *(["--quick"] if options.quick else [])]
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    children: dict[str, subprocess.Popen[bytes]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        turns = Path(folder)
+        begun = time.monotonic()
+
+        def busy() -> list[str]:
+            return [
+                command
+                for command, child in children.items()
+                if child.poll() is None and not (turns / f"ready-{child.pid}").exists()
+            ]
+
+        try:
+            while (waiting or busy()) and time.monotonic() - begun < options.wait:
+                while waiting and len(busy()) < (os.cpu_count() or 1):
+                    command = waiting.pop(0)
+                    words = [sys.executable, __file__, *shlex.split(command), *shared, "--turns", folder]
+                    children[command] = subprocess.Popen(words, env=environment, start_new_session=True)
+                time.sleep(0.2)
+            for command in busy():
+                os.killpg(children[command].pid, signal.SIGKILL)  # and the processes that it started
+                say(command=command, failed=f"not prepared within {time.monotonic() - begun:.0f} s")
+            for command in waiting:
+                say(command=command, failed="not begun for lack of time")
+            print(f"prepared after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+            (turns / "go").touch()
+            for child in children.values():
+                child.wait()
+        finally:
+            for child in children.values():
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+
+
+def _compiled_and_peers() -> list[str]:
+    """What compiles longest comes first."""
+    return [
+        *(
+            f"sweep --compiled --types {LOOP_COMPILED} --forms loop --steps {step}"
+            for step in ("inference", "training")
+        ),
+        *(f"peers --systems {system} --backends density density+compiled" for system in LARGE),
+        *(
+            f"sweep --compiled --types {n} --forms {form} --steps {step}"
+            for step in ("inference", "training")
+            for n in SWEEP_COMPILED
+            for form in forms.FORMS
+            if form != "loop" or n < LOOP_COMPILED
+        ),
+    ]
+
+
 def profile(options: argparse.Namespace) -> None:
     """Kernels by their time, and how long the processor was busy launching them."""
-    block = blocks(options.systems[0], options.quick)[options.batch]
-    calculator = nepcore.load(systems.MODELS[options.systems[0]], device=options.device, backend=options.backends[0])
-    for _ in range(3):
-        calculator.evaluate(block, ["energy", "forces"])
     activities = [torch.profiler.ProfilerActivity.CPU]
     if options.device.startswith("cuda"):
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as record:
-        calculator.evaluate(block, ["energy", "forces"])
     order = "self_cuda_time_total" if options.device.startswith("cuda") else "self_cpu_time_total"
-    print(record.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=70))
+    for system in options.systems:
+        block = blocks(system, options.quick)[options.batch]
+        for backend in options.backends:
+            call = Evaluation(nepcore.load(systems.MODELS[system], device=options.device, backend=backend), block)
+            for _ in range(3):
+                call()
+            with torch.profiler.profile(activities=activities) as record:
+                call()
+            say(profile=system, backend=backend, batch=options.batch, **timed(call, options.device, options.budget))
+            print(record.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=70), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("paths", "sweep", "peers", "profile"))
+    parser.add_argument("what", choices=("paths", "sweep", "peers", "together", "profile"))
+    parser.add_argument("--commands", nargs="+", help="of together")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--systems", nargs="+", default=["si5", "pbte", "unep"], choices=tuple(LARGE))
     parser.add_argument("--backends", nargs="+", default=None)
@@ -291,11 +409,19 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+")
     parser.add_argument("--quick", action="store_true", help="8 and 1 small structures, to see that it runs")
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--no-training", action="store_true")
+    parser.add_argument("--steps", nargs="+", default=["inference", "training"], choices=("inference", "training"))
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds of repeats of one figure")
+    parser.add_argument("--wait", type=float, default=600.0, help="seconds that together waits for what is compiled")
+    parser.add_argument("--turns", type=Path, help="folder in which processes take turns; used by together")
     options = parser.parse_args()
     if options.what in {"peers", "profile"} and options.backends is None:
         options.backends = ["density"]
-    {"paths": paths, "sweep": sweep, "peers": peers, "profile": profile}[options.what](options)
+    if options.what in {"together", "profile"}:
+        (together if options.what == "together" else profile)(options)
+        return
+    figures = Figures(options)
+    {"paths": paths, "sweep": sweep, "peers": peers}[options.what](options, figures)
+    figures.finish()
 
 
 if __name__ == "__main__":

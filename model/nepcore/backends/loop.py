@@ -18,6 +18,8 @@ def contract(coefficients: Tensor, basis: Tensor, centre: Tensor, neighbor: Tens
     T = coefficients.shape[2]
     if T == 1:
         return times_columns(coefficients[:, :, 0, 0], basis)
+    if torch.compiler.is_compiling():
+        return _contract_masked(coefficients, basis, centre * T + neighbor)
     pair, order = torch.sort(centre * T + neighbor, stable=True)
     basis = basis.index_select(2, order)
     bounds = torch.searchsorted(pair, torch.arange(T * T + 1, device=pair.device)).tolist()
@@ -31,3 +33,12 @@ def contract(coefficients: Tensor, basis: Tensor, centre: Tensor, neighbor: Tens
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return torch.cat(parts, dim=2).index_select(2, back)
+
+
+def _contract_masked(coefficients: Tensor, basis: Tensor, pair: Tensor) -> Tensor:
+    """Every pair by all coefficients, of which one is kept: sizes that depend on values cannot be compiled."""
+    T = coefficients.shape[2]
+    out = times_columns(coefficients[:, :, 0, 0], basis)
+    for number in range(1, T * T):
+        out = torch.where(pair == number, times_columns(coefficients[:, :, number // T, number % T], basis), out)
+    return out
