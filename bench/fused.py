@@ -3,14 +3,16 @@
     python bench/fused.py figures [--systems si5 pbte unep c24] [--steps 200]
     python bench/fused.py kernels [--systems ...]
     python bench/fused.py peers [--systems ...]
-    python bench/fused.py drift [--systems ...] [--picoseconds 100]
+    python bench/fused.py drift [--systems ...] [--picoseconds 100] [--side density]
     python bench/fused.py warm [--systems ...] [--large]
 
 ``figures``: for each system, ns an atom and step of the largest crystal (velocity Verlet on the device at 300 K, 1 fs,
 the list with its skin made anew whenever an atom moved half of it, all counted), the same from host arrays to host
 arrays, one step of 1,000 atoms and of 64 from host to host, and structures a second of 1,024 structures of 32 to 64
 atoms, neighbour search included. ``kernels``: time of each kernel, by batch. ``peers``:
-TorchNEP and nep-adapters (PyPI) on the same atoms. ``drift``: of the energy of NVE runs. ``warm``: compiles
+TorchNEP and nep-adapters (PyPI) on the same atoms; the latter's kernels have to be compiled by the driver at first use
+on a GPU that it was not built for, which takes minutes once (its cache keeps them). ``drift``: of the energy of NVE
+runs, here in float32 and, with ``--side density``, along a torch backend in float64. ``warm``: compiles
 the kernels, so that several processes can do so at a time before the others run. Medians; one JSON line a figure.
 """
 
@@ -24,6 +26,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import argparse
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -218,18 +221,21 @@ def peers(options: argparse.Namespace) -> None:
         batches = {
             "one": many.slice(1, 2), "1,000": crystal(name, THOUSAND[name]), "1024 small": many, "large": big,
         }  # fmt: skip
-        for program, prepare in (("nep-adapters", _nep_adapters), ("torchnep", _torchnep)):
+        for program in options.programs:
             for label, block in batches.items():
                 if program == "torchnep" and label == "1024 small":
                     continue  # bench/backends.py has it
                 try:
-                    call = prepare(name, block)
+                    begun = time.perf_counter()
+                    call = {"nep-adapters": _nep_adapters, "torchnep": _torchnep}[program](name, block)
+                    call()
+                    first = time.perf_counter() - begun
                     seconds = timed(call, budget=1.0, repeats=20)
                 except Exception as error:  # the other figures are wanted all the same
                     say(system=name, program=program, batch=label, failed=f"{type(error).__name__}: {error}"[:200])
                     continue
                 say(system=name, program=program, batch=label, us=1e6 * seconds, structures_per_s=len(block) / seconds,
-                    ns_per_atom=1e9 * seconds / block.n_atoms)  # fmt: skip
+                    ns_per_atom=1e9 * seconds / block.n_atoms, first_call_s=first)  # fmt: skip
                 del call
                 torch.cuda.empty_cache()
 
@@ -258,24 +264,65 @@ def _torchnep(name: str, block: Structures) -> Callable[[], object]:
     return partial(calculator.compute, one.symbols, one.positions, one.cell)
 
 
+class OnHost:
+    """Velocity Verlet on the host around a calculator: the torch path in double precision."""
+
+    def __init__(self, calculator: Calculator, structures: Structures, kelvin: float, femtoseconds: float) -> None:
+        self.calculator, self.structures, self.dt = calculator, structures, femtoseconds
+        masses = np.array([MASS[int(z)] for z in structures.numbers])[:, None]
+        self.per_mass = FORCE_UNIT / masses
+        v = np.random.default_rng(0).normal(size=(structures.n_atoms, 3)) * np.sqrt(BOLTZMANN * kelvin * self.per_mass)
+        self.v = v - (v * masses).sum(0) / masses.sum()
+        self._evaluate()
+
+    def _evaluate(self) -> None:
+        found = self.calculator.evaluate(self.structures, ["energy", "forces"])
+        self.forces, self.potential = np.asarray(found["forces"]), float(found["energy"][0])
+
+    def step(self) -> None:
+        kick = (0.5 * self.dt) * self.per_mass
+        self.v += self.forces * kick
+        self.structures = replace(self.structures, positions=self.structures.positions + self.dt * self.v)
+        self._evaluate()
+        self.v += self.forces * kick
+
+    def energy(self) -> float:
+        """Kinetic and potential energy, eV."""
+        return float(0.5 * (self.v**2 / self.per_mass).sum()) + self.potential
+
+
 def drift(options: argparse.Namespace) -> None:
-    """Drift of the total energy, a linear fit, meV an atom and ps; 300 K, 1 fs."""
+    """Drift of the total energy, a linear fit, meV an atom and ps; 300 K, 1 fs.
+
+    The first picosecond is left out. A line is printed again and again, so that a run that is cut short has said
+    something.
+    """
     for name, repeat in (("si5", (8, 8, 8)), ("pbte", (10, 10, 10))):
         if name not in options.systems:
             continue
-        _, fused = load(name)
+        start = Structures.pack([Structure.make(*systems.cells.base(name, repeat, 0.0))])
         # Atoms of a perfect crystal share the energy of their motion with their places: twice the temperature.
-        dynamics = Dynamics(fused, crystal(name, repeat), 600.0, 1.0)
-        n, times, energies = dynamics.state.n, [], []
-        begun = time.perf_counter()
-        for step in range(int(1000 * options.picoseconds)):
+        dynamics: Dynamics | OnHost
+        if options.side == "fused":
+            dynamics, backend, picoseconds = Dynamics(load(name)[1], start, 600.0, 1.0), "fused", options.picoseconds
+        else:
+            calculator = nepcore.load(systems.MODELS[name], device="cuda", dtype="float64", backend=options.side)
+            dynamics, backend, picoseconds = OnHost(calculator, start, 600.0, 1.0), options.side, 5.0
+        n, times, energies, kinetic = start.n_atoms, [], [], []
+        steps, begun = int(1000 * picoseconds), time.perf_counter()
+        for step in range(1, steps + 1):
             dynamics.step()
             if step >= 1000 and step % 20 == 0:
                 times.append(1e-3 * step)
                 energies.append(1e3 * dynamics.energy() / n)
-        slope = float(np.polyfit(times, energies, 1)[0])
-        say(system=name, atoms=n, picoseconds=options.picoseconds, drift_mev_per_atom_ps=slope,
-            spread_mev=float(np.std(energies)), seconds=time.perf_counter() - begun)  # fmt: skip
+                kinetic.append(float(0.5 * (dynamics.v**2 / dynamics.per_mass).sum()))
+            if step in (2000, 5000) or (step >= 1000 and step % 10_000 == 0) or step == steps:
+                fit, covariance = np.polyfit(times, energies, 1, cov="unscaled" if len(times) < 5 else True)
+                say(system=name, atoms=n, backend=backend, dtype="float32" if backend == "fused" else "float64",
+                    picoseconds=1e-3 * step, drift_mev_per_atom_ps=float(fit[0]), error=float(covariance[0, 0] ** 0.5),
+                    spread_mev=float(np.std(energies)),
+                    kelvin=float(np.mean(kinetic)) / (1.5 * n * BOLTZMANN),
+                    us_a_step=1e6 * (time.perf_counter() - begun) / step)  # fmt: skip
 
 
 def warm(options: argparse.Namespace) -> None:
@@ -298,7 +345,9 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=list(LARGE), choices=tuple(LARGE))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeat", nargs=3, type=int, help="unit cells of the large crystal")
-    parser.add_argument("--picoseconds", type=float, default=100.0, help="of drift")
+    parser.add_argument("--picoseconds", type=float, default=100.0, help="of drift, of the fused side; the other has 5")
+    parser.add_argument("--programs", nargs="+", default=["nep-adapters", "torchnep"], help="of peers")
+    parser.add_argument("--side", default="fused", help="of drift: fused, or a torch backend, in float64 then")
     parser.add_argument("--large", action="store_true", help="of warm: the kernels of large structures instead")
     options = parser.parse_args()
     {"figures": figures, "kernels": kernels, "peers": peers, "drift": drift, "warm": warm}[options.what](options)

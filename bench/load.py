@@ -141,9 +141,11 @@ def processor_seconds(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def serving(options: argparse.Namespace, *flags: str, naive: bool = False) -> Iterator[Server]:
+def serving(
+    options: argparse.Namespace, *flags: str, naive: bool = False, system: str = "si5", pinned: bool = True
+) -> Iterator[Server]:
     """A ready server; ended afterwards."""
-    on_engine, on_front, _ = cores()
+    on_engine, on_front, _ = cores() if pinned else (set(), set(), set())
     if naive:
         where = on_engine | on_front
         words = [str(Path(__file__).resolve()), "--be-naive", options.device, options.backend]
@@ -151,7 +153,7 @@ def serving(options: argparse.Namespace, *flags: str, naive: bool = False) -> It
         where = on_front
         program = "from nepserve.cli import main; main()"
         words = [
-            *("-c", program, "serve", f"si={systems.MODELS['si5']}", "--port", "0", "--device", options.device),
+            *("-c", program, "serve", f"{system}={systems.MODELS[system]}", "--port", "0", "--device", options.device),
             *("--threads", "1", "--backend", options.backend, "--log-level", "info", *flags),
         ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

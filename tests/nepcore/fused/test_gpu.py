@@ -74,6 +74,30 @@ def test_a_trajectory_of_a_large_structure(pbc: object) -> None:
     assert same_bits(small_model.evaluate([crystals.diamond(), moved], PROPERTIES), 1, found, 0) == []
 
 
+@pytest.mark.parametrize("hidden", [(7,), (6, 5)], ids=["one layer", "two layers"])
+def test_atoms_by_element_counted_one_by_one_and_in_blocks(hidden: tuple[int, ...]) -> None:
+    from nepcore.backends.fused.forward import FEW_ATOMS
+
+    elements = ("Si", "C", "O", "N", "B", "Al")
+    model = synthetic.make_model(elements, cutoff=(4.5, 3.5), hidden=hidden, seed=5)
+    few = [crystals.random_structure(k, elements[k % 3 : k % 3 + 3], n=5 + 4 * k) for k in range(12)]
+    large = crystals.diamond((11, 11, 11))
+    numbers = np.array([14, 6, 8, 7, 5, 13])[np.random.default_rng(2).integers(0, 6, len(large))]
+    large = crystals.replace(large, numbers=numbers.astype(large.numbers.dtype))
+    calculator = Calculator.of(model, device="cuda", backend="fused")
+    plain = Calculator.of(model, device="cuda", dtype="float64", backend="density")
+    found = calculator.evaluate(few, PROPERTIES)
+    for items in (few, [large], [*few * 30]):
+        some, wanted = calculator.evaluate(items, PROPERTIES), plain.evaluate(items, PROPERTIES)
+        for name in PROPERTIES:
+            a, b = some.values[name], wanted.values[name]
+            assert np.abs(a - b).max() <= 1e-4 * max(1.0, float(np.abs(b).max())), (len(items), name)
+    # 30 times the same, beyond the number up to which atoms are counted one by one.
+    assert int(some.counts.sum()) > FEW_ATOMS
+    assert [same_bits(found, i % 12, some, i) for i in range(360)] == [[]] * 360
+    assert calculator.faults == {}
+
+
 def test_failures_stay_alone_and_have_the_same_words() -> None:
     items = [crystals.random_structure(k, MODEL.elements, n=9, pbc=p) for k, p in enumerate(crystals.PERIODICITIES)]
     items.insert(3, crystals.replace(items[0], positions=items[0].positions[[0, 0, *range(2, 9)]]))
