@@ -5,6 +5,7 @@
     python bench/fused.py peers [--systems ...]
     python bench/fused.py drift [--systems ...] [--picoseconds 100] [--side density]
     python bench/fused.py warm [--systems ...] [--large]
+    python bench/fused.py tiles [--systems ...]
 
 ``figures``: for each system, ns an atom and step of the largest crystal (velocity Verlet on the device at 300 K, 1 fs,
 the list with its skin made anew whenever an atom moved half of it, all counted), the same from host arrays to host
@@ -13,7 +14,8 @@ atoms, neighbour search included. ``kernels``: time of each kernel, by batch. ``
 TorchNEP and nep-adapters (PyPI) on the same atoms; the latter's kernels have to be compiled by the driver at first use
 on a GPU that it was not built for, which takes minutes once (its cache keeps them). ``drift``: of the energy of NVE
 runs, here in float32 and, with ``--side density``, along a torch backend in float64. ``warm``: compiles
-the kernels, so that several processes can do so at a time before the others run. Medians; one JSON line a figure.
+the kernels, so that several processes can do so at a time before the others run. ``tiles``: device time of small batches
+with other shapes of programs. Medians; one JSON line a figure.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -37,13 +40,16 @@ import torch
 import nepcore
 from bench import systems
 from nepcore import Structure, Structures
-from nepcore.backends.fused import large
+from nepcore.backends.fused import forward, large, small
+from nepcore.backends.fused.model import Shape
 from nepcore.elements import NUMBERS
+from nepcore.files import nep_txt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nepcore.backends.fused.backend import Fused
+    from nepcore.backends.fused.forward import Tiles
     from nepcore.calculator import Calculator
 
 LARGE = {"si5": (40, 40, 40), "pbte": (40, 40, 40), "unep": (50, 50, 52), "c24": (32, 32, 32)}
@@ -214,6 +220,57 @@ def kernels(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "radial_sums": [(8, 16, 4), (4, 16, 2), (2, 16, 1), (1, 32, 1)],
+    "radial_forces": [(4, 8, 1), (2, 16, 1), (1, 32, 1)],
+    "angular_sums": [(8, 4, 1), (4, 8, 1), (2, 16, 1), (1, 32, 1)],
+    "angular_forces": [(1, 32, 1), (2, 16, 1), (4, 8, 1)],
+    "network": [(1, 4, 8, 1), (1, 8, 4, 1)],
+    "gather": [(4, 8, 1), (2, 16, 1), (1, 32, 1)],
+    "slopes": [(32, 1)],
+    "weights": [(32, 1)],
+}
+"""Other shapes of programs than the usual ones, see :class:`nepcore.backends.fused.forward.Tiles`."""
+
+BLOCKS: dict[str, list[dict[str, int]]] = {
+    "search": [{"centres": 1, "warps": 2}, {"centres": 1, "warps": 1}, {"centres": 2}],
+    "place": [{"atoms": 16, "mates": 64}],
+}
+
+
+def tiles(options: argparse.Namespace) -> None:
+    """Device time of the whole chain, copies included, with other shapes of programs of one kernel after the other."""
+    for name in options.systems:
+        many = systems.small(name, 1024)
+        batches = {"one": many.slice(1, 2), "1,000": crystal(name, THOUSAND[name]), "1024 small": many}
+        file = nep_txt.read(systems.MODELS[name])
+        usual = forward.tiles(Shape.of(file))
+        cases: list[tuple[str, Any, Tiles, small.Blocks]] = [("usual", "", usual, small.Blocks())]
+        cases += [(k, v, replace(usual, **{k: v}), small.Blocks()) for k, values in SHAPES.items() for v in values]
+        cases += [(k, v, usual, small.Blocks()._replace(**v)) for k, values in BLOCKS.items() for v in values]
+        for kernel, value, shape, blocks in cases:
+            times = {}
+            with patch.object(forward, "tiles", lambda _, shape=shape: shape):
+                calculator = nepcore.load(systems.MODELS[name], device="cuda", backend="fused")
+                fused: Any = calculator._resolved.backend  # noqa: SLF001
+                fused.small_blocks = blocks
+                for label, block in batches.items():
+                    for _ in range(4):
+                        calculator.evaluate(block, ["energy", "forces"])
+                    # Pieces of a batch are of one size: what one takes is known from any.
+                    graphs = [slot.graph for slots in fused._slots.values() for slot in slots if slot.graph]  # noqa: SLF001
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    for _ in range(50):
+                        graphs[-1].replay()
+                    end.record()
+                    end.synchronize()
+                    times[label] = round(begin.elapsed_time(end) * 1e3 / 50, 1)
+            say(system=name, kernel=kernel, shape=str(value), us=times, fault=fused.fault)
+            del calculator, fused, graphs
+            torch.cuda.empty_cache()
+
+
 def peers(options: argparse.Namespace) -> None:
     """Other programs on the same atoms, from host arrays to host arrays."""
     for name in options.systems:
@@ -341,7 +398,7 @@ def warm(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("figures", "kernels", "peers", "drift", "warm"))
+    parser.add_argument("what", choices=("figures", "kernels", "peers", "drift", "warm", "tiles"))
     parser.add_argument("--systems", nargs="+", default=list(LARGE), choices=tuple(LARGE))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeat", nargs=3, type=int, help="unit cells of the large crystal")
@@ -350,7 +407,10 @@ def main() -> None:
     parser.add_argument("--side", default="fused", help="of drift: fused, or a torch backend, in float64 then")
     parser.add_argument("--large", action="store_true", help="of warm: the kernels of large structures instead")
     options = parser.parse_args()
-    {"figures": figures, "kernels": kernels, "peers": peers, "drift": drift, "warm": warm}[options.what](options)
+    commands = {
+        "figures": figures, "kernels": kernels, "peers": peers, "drift": drift, "warm": warm, "tiles": tiles,
+    }  # fmt: skip
+    commands[options.what](options)
 
 
 if __name__ == "__main__":
