@@ -14,8 +14,8 @@ atoms, neighbour search included. ``kernels``: time of each kernel, by batch. ``
 TorchNEP and nep-adapters (PyPI) on the same atoms; the latter's kernels have to be compiled by the driver at first use
 on a GPU that it was not built for, which takes minutes once (its cache keeps them). ``drift``: of the energy of NVE
 runs, here in float32 and, with ``--side density``, along a torch backend in float64. ``warm``: compiles
-the kernels, so that several processes can do so at a time before the others run. ``tiles``: device time of small batches
-with other shapes of programs. Medians; one JSON line a figure.
+the kernels, so that several processes can do so at a time before the others run. ``tiles``: device time of small
+batches with other shapes of programs. Medians; one JSON line a figure.
 """
 
 from __future__ import annotations
