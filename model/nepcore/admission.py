@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .cells import triple_product
 from .elements import NUMBERS, symbol_of
 from .errors import StructureError
-from .structures import triple_product
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -169,7 +169,7 @@ class Calculator:
         else:
             good = np.array([i for i in range(len(structures)) if i not in problems], np.int64)
             part = yield from self._resolved.backend.run(structures.select(good), wanted)
-            predictions = _scatter(part, good, structures, problems)
+            predictions = part.among(structures.counts, good, problems)
         return _checked(predictions)
 
     def run_admitted(
@@ -205,22 +205,6 @@ def _pack(structures: object) -> Structures:
     raise TypeError(
         f"structures must be Structures, Structure, Atoms, a list of them or a path, not {type(structures)}"
     )
-
-
-def _scatter(
-    part: Predictions, good: np.ndarray, structures: Structures, problems: dict[int, StructureError]
-) -> Predictions:
-    """Predictions of a whole block from those of its good structures."""
-    atoms = np.repeat(np.isin(np.arange(len(structures)), good), structures.counts)
-    values = {}
-    for name, array in part.values.items():
-        rows = structures.n_atoms if name in PER_ATOM else len(structures)
-        full = np.full((rows, *array.shape[1:]), np.nan, array.dtype)
-        full[atoms if name in PER_ATOM else good] = array
-        values[name] = full
-    errors = dict(problems)
-    errors.update({int(good[i]): e for i, e in part.errors.items()})
-    return Predictions(structures.counts, values, structures.fully_periodic, errors)
 
 
 def _checked(predictions: Predictions) -> Predictions:

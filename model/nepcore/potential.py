@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .elements import NUMBERS
 from .files.nep_layout import SWITCHES
-from .physics import zbl
+from .physics import screening
 
 if TYPE_CHECKING:
     from .files.nep_txt import NepFile
@@ -112,7 +112,7 @@ def _zbl_tables(file: NepFile) -> dict[str, np.ndarray]:
     charge = np.array([NUMBERS[symbol] for symbol in file.elements], dtype=np.float64)
     power = charge**0.23
     inner, outer = np.zeros((T, T)), np.zeros((T, T))
-    terms = np.broadcast_to(np.array(zbl.UNIVERSAL), (T, T, 4, 2)).copy()
+    terms = np.broadcast_to(np.array(screening.UNIVERSAL), (T, T, 4, 2)).copy()
     if file.zbl == "flexible":
         assert file.zbl_pairs is not None
         first, second = np.triu_indices(T)
@@ -124,14 +124,14 @@ def _zbl_tables(file: NepFile) -> dict[str, np.ndarray]:
         outer[:] = file.zbl_outer
         if file.zbl == "typewise":
             assert file.zbl_factor is not None
-            radius = np.array([zbl.RADII[NUMBERS[symbol] - 1] for symbol in file.elements])
+            radius = np.array([screening.RADII[NUMBERS[symbol] - 1] for symbol in file.elements])
             outer = np.minimum(file.zbl_factor * (radius[:, None] + radius[None, :]), outer)
         else:
             assert file.zbl_inner is not None
             inner[:] = file.zbl_inner
     return {
         "zbl_charge": charge[:, None] * charge[None, :],
-        "zbl_rate": (power[:, None] + power[None, :]) * zbl.SCREENING,
+        "zbl_rate": (power[:, None] + power[None, :]) * screening.SCREENING,
         "zbl_inner": inner,
         "zbl_outer": outer,
         "zbl_terms": terms,

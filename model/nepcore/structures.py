@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isinf, sqrt
+from math import isinf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import cells
+from .cells import MAX_COORDINATE
 from .elements import MAX_NUMBER, NUMBERS, SYMBOLS, symbol_of
 from .errors import StructureError
 
@@ -40,12 +42,6 @@ PER_ATOM: dict[str, tuple[int | None, ...]] = {
 
 PROPERTIES: tuple[str, ...] = (*PER_STRUCTURE, *PER_ATOM)
 DEFAULT_PROPERTIES: tuple[str, ...] = ("energy", "forces", "stress")
-
-MAX_COORDINATE = 1e9
-"""Largest coordinate and cell component accepted, Å: beyond it float64 no longer resolves 1e-7 Å."""
-
-_MIN_SPAN = 1e-9
-"""Periodic cell vectors whose unit vectors span less than this (length, area or volume) count as singular."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,7 +358,7 @@ class Structures:
         for i in np.flatnonzero(np.isinf(self.temperatures) | (self.temperatures < 0)).tolist():
             note(i, StructureError("bad_value", f"temperature must be finite and not negative, not "
                                    f"{self.temperatures[i]}", field="temperature"))  # fmt: skip
-        for i in np.flatnonzero(_singular(self.cells, self.pbc)).tolist():
+        for i in np.flatnonzero(cells.singular(self.cells, self.pbc)).tolist():
             note(i, StructureError(
                 "singular_cell", "cell: the vectors of the periodic directions are zero or not independent",
                 field="cell"))  # fmt: skip
@@ -383,12 +379,12 @@ class Structures:
         if len(self.counts) == 1:
             # The step of a simulation: on nine numbers Python is faster than NumPy.
             heat = float(self.temperatures[0])
-            return not (heat < 0 or isinf(heat)) and _sound_cell(self.cells[0].tolist(), self.pbc[0].tolist())
+            return not (heat < 0 or isinf(heat)) and cells.sound(self.cells[0].tolist(), self.pbc[0].tolist())
         if not (float(self.cells.min()) >= -MAX_COORDINATE and float(self.cells.max()) <= MAX_COORDINATE):
             return False
         if (self.temperatures < 0).any() or np.isinf(self.temperatures).any():
             return False
-        return not _singular(self.cells, self.pbc).any()
+        return not cells.singular(self.cells, self.pbc).any()
 
     def _locate(self, atom: int) -> tuple[int, int]:
         """Structure and index within it of atom number ``atom`` of the block."""
@@ -409,47 +405,6 @@ def _bad_number(value: float, label: str, field_name: str, atoms: tuple[int, ...
             field=field_name, atoms=atoms,
         )  # fmt: skip
     return StructureError("non_finite", f"{label} is {value}; it must be finite", field=field_name, atoms=atoms)
-
-
-def _sound_cell(cell: list[list[float]], pbc: list[bool]) -> bool:
-    """Whether one cell is well within the limits of :meth:`Structures.problems`."""
-    (ax, ay, az), (bx, by, bz), (cx, cy, cz) = cell
-    # A NaN or an infinity survives the sum.
-    if not abs(ax) + abs(ay) + abs(az) + abs(bx) + abs(by) + abs(bz) + abs(cx) + abs(cy) + abs(cz) <= MAX_COORDINATE:
-        return False
-    if pbc == [False, False, False]:
-        return True
-    edges = sqrt(ax * ax + ay * ay + az * az) * sqrt(bx * bx + by * by + bz * bz) * sqrt(cx * cx + cy * cy + cz * cz)
-    volume = triple_product(cell)
-    # Far from where rounding and zero vectors matter; if the three vectors are independent, so are any two.
-    return edges > 1e-3 and volume > 1e-3 * edges
-
-
-def _singular(cells: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether the periodic vectors of each cell are zero or dependent, (B,)."""
-    singular = np.zeros(len(cells), bool)
-    if not pbc.any():
-        return singular
-    # What is beyond the limit is told as such; clipped, it does not overflow here.
-    box = np.clip(np.where(np.isfinite(cells), cells, 0.0), -MAX_COORDINATE, MAX_COORDINATE)
-    length = np.linalg.norm(box, axis=2)
-    singular |= ((length < _MIN_SPAN) & pbc).any(axis=1)
-    unit = box / np.maximum(length, 1e-300)[:, :, None]
-    # Volume or area that the unit vectors span: a Gram determinant, its square, would drown in rounding.
-    periodic = pbc.sum(axis=1)
-    if (three := np.flatnonzero(periodic == 3)).size:
-        singular[three] |= triple_product(unit[three].transpose(1, 2, 0)) < _MIN_SPAN
-    if (two := np.flatnonzero(periodic == 2)).size:
-        free = np.argmin(pbc[two], axis=1)
-        across = np.cross(unit[two, (free + 1) % 3], unit[two, (free + 2) % 3])
-        singular[two] |= np.linalg.norm(across, axis=1) < _MIN_SPAN
-    return singular
-
-
-def triple_product(vectors: Any) -> Any:
-    """|a · (b × c)| of three vectors, of floats or of arrays alike: the volume of a cell, in the same bits for both."""
-    (ax, ay, az), (bx, by, bz), (cx, cy, cz) = vectors
-    return abs(ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx))
 
 
 def ragged_arange(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -544,6 +499,61 @@ class Predictions:
         )
 
     @classmethod
+    def failed(
+        cls,
+        counts: NDArray[np.int64],
+        properties: Iterable[str],
+        errors: Mapping[int, StructureError],
+        *,
+        descriptor_size: int = 0,
+        dtype: str = "float64",
+    ) -> Predictions:
+        """Rows of NaN for structures none of which was evaluated.
+
+        Args:
+            counts: Atoms of each, (B,).
+            properties: Properties that were asked for.
+            errors: What is wrong with each, by index.
+            descriptor_size: Length of the model's descriptors, D; 0 where nobody knows.
+            dtype: Of the arrays over atoms.
+        """
+        values: dict[str, NDArray[Any]] = {}
+        for name in properties:
+            if name in PER_ATOM:
+                each = (descriptor_size if n is None else n for n in PER_ATOM[name])
+                values[name] = np.full((int(counts.sum()), *each), np.nan, dtype)
+            else:
+                values[name] = np.full((len(counts), *PER_STRUCTURE[name]), np.nan)
+        return cls(counts, values, np.zeros(len(counts), bool), dict(errors))
+
+    def among(
+        self, counts: NDArray[np.int64], places: NDArray[np.int64], errors: Mapping[int, StructureError]
+    ) -> Predictions:
+        """These results among those of structures that were not evaluated.
+
+        Args:
+            counts: Atoms of each structure of the whole, (B,).
+            places: Indices in the whole of the structures of these results, in order.
+            errors: What is wrong with the others, by index in the whole.
+
+        Returns:
+            Results of the whole, with rows of NaN for the structures in ``errors``.
+        """
+        B, N = len(counts), int(counts.sum())
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)[places]
+        atoms = ragged_arange(starts, self.counts)
+        values: dict[str, NDArray[Any]] = {}
+        for name, array in self.values.items():
+            rows, where = (N, atoms) if name in PER_ATOM else (B, places)
+            values[name] = np.full((rows, *array.shape[1:]), np.nan, array.dtype)
+            values[name][where] = array
+        known = np.zeros(B, bool)
+        known[places] = self.stress_known
+        return Predictions(
+            counts, values, known, dict(errors) | {int(places[i]): error for i, error in self.errors.items()}
+        )
+
+    @classmethod
     def concatenate(cls, blocks: Sequence[Predictions]) -> Predictions:
         """Join results end to end; all blocks carry the same properties."""
         if len(blocks) == 1:
@@ -574,5 +584,4 @@ __all__ = [
     "Structures",
     "atomic_numbers",
     "ragged_arange",
-    "triple_product",
 ]

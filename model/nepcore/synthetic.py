@@ -19,6 +19,7 @@ import numpy as np
 from .errors import ModelFileError
 from .files import nep_txt
 from .files.nep_layout import MAX_L, SWITCHES
+from .physics.screening import UNIVERSAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,7 +49,7 @@ _HIGHER: dict[str, tuple[float, tuple[int, ...]]] = {
 }
 
 # The universal screening function, from which flexible pairs deviate by some percent.
-_SCREENING = (0.18175, 3.1998, 0.50986, 0.94229, 0.28022, 0.4029, 0.02817, 0.20162)
+_UNIVERSAL = np.ravel(UNIVERSAL)
 
 
 def make_model(
@@ -235,7 +236,7 @@ def _flexible_pairs(dice: _Dice, n_types: int, outer: float) -> NDArray[np.float
     """Cutoffs and screening function of every pair of types, (T(T+1)/2, 10)."""
     n = n_types * (n_types + 1) // 2
     jitter = 1.0 + 0.05 * dice.spread((n, 10))
-    pairs = np.array([0.45 * outer, 0.9 * outer, *_SCREENING]) * jitter
+    pairs = np.array([0.45 * outer, 0.9 * outer, *_UNIVERSAL]) * jitter
     return _rounded(pairs)
 
 

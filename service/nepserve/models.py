@@ -62,7 +62,7 @@ class Copy:
     """
 
     def __init__(self, content: bytes) -> None:
-        self._fd = -1
+        self._open, self._fd = True, -1
         if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
             self._fd = os.memfd_create("nep.txt", os.MFD_CLOEXEC)
             with open(self._fd, "wb", closefd=False) as file:
@@ -75,12 +75,12 @@ class Copy:
             self.path = Path(name)
 
     def close(self) -> None:
-        """Give the memory, or the file, back."""
-        if self._fd >= 0:
+        """Give the memory, or the file, back; once is enough, and more does nothing."""
+        if self._open and self._fd >= 0:
             os.close(self._fd)
-            self._fd = -1
-        else:
+        elif self._open:
             self.path.unlink(missing_ok=True)
+        self._open = False
 
 
 @dataclass(frozen=True, eq=False)

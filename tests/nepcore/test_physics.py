@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nepcore.files.nep_layout import SWITCHES
-from nepcore.physics import basis, harmonics, invariants, network, products, zbl
+from nepcore.physics import basis, harmonics, invariants, network, products, screening, zbl
 
 F64 = torch.float64
 
@@ -132,7 +132,7 @@ def test_zbl_slope_and_ends() -> None:
 
     def evaluate(x: torch.Tensor, inner: float) -> tuple[torch.Tensor, torch.Tensor]:
         one = torch.ones_like(x)
-        terms = [(a * one, b * one) for a, b in zbl.UNIVERSAL]
+        terms = [(a * one, b * one) for a, b in screening.UNIVERSAL]
         return zbl.pair_energy(x, 121.0 * one, 4.0 * one, inner * one, 2.0 * one, terms)
 
     for inner in (0.0, 1.0):
@@ -144,8 +144,8 @@ def test_zbl_slope_and_ends() -> None:
     hard, _ = evaluate(r, 2.0)  # equal radii: no switch, and no 0/0
     assert torch.isfinite(hard).all()
     assert hard[-2:].tolist() == [0.0, 0.0]
-    assert sum(a for a, _ in zbl.UNIVERSAL) == pytest.approx(1.0, abs=1e-5)
-    assert len(zbl.RADII) == 94
+    assert sum(a for a, _ in screening.UNIVERSAL) == pytest.approx(1.0, abs=1e-5)
+    assert len(screening.RADII) == 94
 
 
 def test_products_do_not_feel_other_rows() -> None:

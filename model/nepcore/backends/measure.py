@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from nepcore.elements import NUMBERS
-from nepcore.physics.zbl import RADII
+from nepcore.physics.screening import RADII
 from nepcore.structures import Structure, Structures
 
 from . import candidates

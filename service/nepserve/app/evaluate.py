@@ -17,11 +17,11 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from nepcore.errors import StructureError
+from nepcore.structures import Predictions
 from nepserve import wire
 from nepserve.wire.request import MAX_NAME, WireError, shorten
 
 from .limits import ClientGone
-from .results import scatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from starlette.types import Receive
 
-    from nepcore.structures import Predictions, Structures
+    from nepcore.structures import Structures
     from nepserve.dispatch import Answer
     from nepserve.models import Version
     from nepserve.scheduler import Priority
@@ -145,17 +145,17 @@ class Evaluate:
                 receive,
             )
         call.answer = answer
-        if answer is not None and examined.chosen is None:
+        if answer is None:
+            predictions = Predictions.failed(
+                request.structures.counts,
+                request.properties,
+                examined.errors,
+                descriptor_size=version.source.file.dim,
+            )
+        elif examined.chosen is None:
             predictions = answer.predictions
         else:
-            predictions = scatter(
-                None if answer is None else answer.predictions,
-                examined.chosen,
-                request.structures,
-                examined.errors,
-                request.properties,
-                version.source.file.dim,
-            )
+            predictions = answer.predictions.among(request.structures.counts, examined.chosen, examined.errors)
         self._count(version, request.structures.n_atoms, predictions, answer)
         if request.single and predictions.errors:
             raise self._refusal(predictions.errors[0])

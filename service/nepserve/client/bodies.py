@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 import numpy as np
 
 from nepcore.errors import StructureError
-from nepcore.structures import PER_ATOM, PER_STRUCTURE, PROPERTIES, Predictions, Structure, Structures, atomic_numbers
+from nepcore.structures import PROPERTIES, Predictions, Structure, Structures, atomic_numbers
 from nepserve.wire.msgpack_format import pack_request
 
 from .errors import ServerError, StructureRejected
@@ -187,26 +187,16 @@ def join(work: Work, blocks: Sequence[Predictions], properties: Sequence[str], d
 
     Arrays are fresh and writable. Rows of structures that failed are NaN.
     """
-    B, N = len(work.counts), int(work.counts.sum())
     if not blocks:
-        return _nothing(work, properties, dtype)
+        return Predictions.failed(work.counts, properties, work.rejected, dtype=dtype)
     width = max((b.values["descriptors"].shape[1] for b in blocks if "descriptors" in b.values), default=0)
     found = Predictions.concatenate([_complete(block, properties, width) for block in blocks])
-    has_stress = found.stress_known.copy()
-    has_stress[list(found.errors)] = False
-    if work.places is None:
-        return Predictions(found.counts, {k: _own(v) for k, v in found.values.items()}, has_stress, found.errors)
-    atoms = np.repeat(~np.isin(np.arange(B), list(work.rejected)), work.counts)
-    values: dict[str, NDArray[Any]] = {}
-    for name, array in found.values.items():
-        rows, where = (N, atoms) if name in PER_ATOM else (B, work.places)
-        spread = np.full((rows, *array.shape[1:]), np.nan, array.dtype)
-        spread[where] = array
-        values[name] = spread
-    known = np.zeros(B, bool)
-    known[work.places] = has_stress
-    errors = work.rejected | {work.index(i): error for i, error in found.errors.items()}
-    return Predictions(work.counts, values, known, errors)
+    known = found.stress_known.copy()
+    known[list(found.errors)] = False
+    found = Predictions(found.counts, found.values, known, found.errors)
+    if work.places is not None:
+        return found.among(work.counts, work.places, work.rejected)
+    return Predictions(found.counts, {k: _own(v) for k, v in found.values.items()}, known, found.errors)
 
 
 def failed_block(
@@ -214,18 +204,7 @@ def failed_block(
 ) -> Predictions:
     """The result of one structure that the server refused."""
     fault = StructureError(error.code, error.reason, field=error.field, atoms=error.atoms)
-    return _nothing(Work(structures, None, structures.counts, {0: fault}), properties, dtype)
-
-
-def _nothing(work: Work, properties: Sequence[str], dtype: str) -> Predictions:
-    B, N = len(work.counts), int(work.counts.sum())
-    values: dict[str, NDArray[Any]] = {}
-    for name in properties:
-        if name in PER_ATOM:
-            values[name] = np.full((N, *(0 if n is None else n for n in PER_ATOM[name])), np.nan, dtype)
-        else:
-            values[name] = np.full((B, *PER_STRUCTURE[name]), np.nan)
-    return Predictions(work.counts, values, np.zeros(B, bool), dict(work.rejected))
+    return Predictions.failed(structures.counts, properties, {0: fault}, dtype=dtype)
 
 
 def _complete(block: Predictions, properties: Sequence[str], width: int) -> Predictions:

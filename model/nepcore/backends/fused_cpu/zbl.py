@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nepcore.elements import NUMBERS
+from nepcore.physics.screening import COULOMB, RADII, SCREENING, UNIVERSAL
 
 from .inner import inner
 
@@ -15,23 +16,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nepcore.files.nep_txt import NepFile
-
-COULOMB = 14.399645
-"""Coulomb constant e²/(4πε0), eV Å."""
-
-_UNIVERSAL = (0.18175, 3.1998, 0.50986, 0.94229, 0.28022, 0.4029, 0.02817, 0.20162)
-
-# fmt: off
-_RADII = (
-    0.426667, 0.613333, 1.6, 1.25333, 1.02667, 1.0, 0.946667, 0.84, 0.853333, 0.893333, 1.86667, 1.66667, 1.50667,
-    1.38667, 1.46667, 1.36, 1.32, 1.28, 2.34667, 2.05333, 1.77333, 1.62667, 1.61333, 1.46667, 1.42667, 1.38667,
-    1.33333, 1.32, 1.34667, 1.45333, 1.49333, 1.45333, 1.53333, 1.46667, 1.52, 1.56, 2.52, 2.22667, 1.96, 1.85333,
-    1.76, 1.65333, 1.53333, 1.50667, 1.50667, 1.44, 1.53333, 1.64, 1.70667, 1.68, 1.68, 1.64, 1.76, 1.74667, 2.78667,
-    2.34667, 2.16, 1.96, 2.10667, 2.09333, 2.08, 2.06667, 2.01333, 2.02667, 2.01333, 2.0, 1.98667, 1.98667, 1.97333,
-    2.04, 1.94667, 1.82667, 1.74667, 1.64, 1.57333, 1.54667, 1.48, 1.49333, 1.50667, 1.76, 1.73333, 1.73333, 1.81333,
-    1.74667, 1.84, 1.89333, 2.68, 2.41333, 2.22667, 2.10667, 2.02667, 2.04, 2.05333, 2.06667,
-)
-# fmt: on
 
 INNER, OUTER, CHARGE, RATE, TERMS = 0, 1, 2, 3, 4
 WIDTH = 12
@@ -47,8 +31,8 @@ def pair_table(file: NepFile) -> NDArray[np.float64] | None:
     table = np.zeros((T, T, WIDTH))
     table[..., CHARGE] = COULOMB * numbers[:, None] * numbers[None, :]
     power = numbers**0.23
-    table[..., RATE] = (power[:, None] + power[None, :]) * 2.134563
-    table[..., TERMS:] = _UNIVERSAL
+    table[..., RATE] = (power[:, None] + power[None, :]) * SCREENING
+    table[..., TERMS:] = np.ravel(UNIVERSAL)
     if file.zbl == "flexible":
         assert file.zbl_pairs is not None
         row = 0
@@ -61,7 +45,7 @@ def pair_table(file: NepFile) -> NDArray[np.float64] | None:
     elif file.zbl == "typewise":
         assert file.zbl_factor is not None
         assert file.zbl_outer is not None
-        radius = np.array([_RADII[z - 1] for z in numbers])
+        radius = np.array([RADII[z - 1] for z in numbers])
         table[..., OUTER] = np.minimum(file.zbl_factor * (radius[:, None] + radius[None, :]), file.zbl_outer)
     else:
         table[..., INNER] = file.zbl_inner
