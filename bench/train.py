@@ -3,14 +3,19 @@
     python bench/train.py --data pbte emt --batch 32 64 --who nepcore nepcore+compiled neppo torchnep
 
 Frames are the example's 25 PbTe frames repeated with small displacements, and random alloys of seven metals with labels
-that mean nothing: neither changes what a step costs. One JSON object a line; a table at the end.
+that mean nothing: neither changes what a step costs. Each program, data set and batch is a process. All prepare at
+once, and take turns on the device, one after the other, nothing else beside it. One JSON object a line, when it is
+known (a program that is not ready in ``--patience`` seconds of its turn is one with ``error``); a table at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -87,6 +92,18 @@ def record(**values: Any) -> dict[str, Any]:
     return values
 
 
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def turn(options: argparse.Namespace) -> None:
+    """Wait for the device; whatever can be done before is done before."""
+    if options.child:
+        say(f"{options.who[0]} {options.data[0]} {options.batch[0]}: prepared")
+        if not sys.stdin.readline():
+            sys.exit(1)
+
+
 def waited(device: str) -> float:
     if device == "cuda":
         import torch
@@ -104,6 +121,7 @@ def ours(path: Path, system: str, batch: int, options: argparse.Namespace, *, co
         epochs=options.epochs, valid_ratio=options.valid,
     )  # fmt: skip
     frames = xyz.read(path)
+    turn(options)
     start = time.perf_counter()
     training = Training(settings, frames, device=options.device, compiled=compiled)
     prepared = waited(options.device) - start
@@ -166,7 +184,7 @@ def neppo(path: Path, system: str, batch: int, options: argparse.Namespace) -> d
     from neppo.models import NEP, Descriptor
 
     s = SYSTEMS[system]
-    structures = read(path, index=f":{options.neppo_frames}")
+    structures = read(path, index=":")
     torch.manual_seed(0)
     descriptor = Descriptor(
         list(s["elements"]), radial_cutoff=s["cutoff"][0], angular_cutoff=s["cutoff"][1], n_max_radial=s["n_max"][0],
@@ -178,6 +196,7 @@ def neppo(path: Path, system: str, batch: int, options: argparse.Namespace) -> d
     container = StructureContainer(model, structures)
     made = time.perf_counter() - start
     graph = options.device == "cuda"
+    turn(options)
     trainer = Trainer(
         model, EnergyLoss() + ForceLoss(), container, batch_size=batch, device=options.device, use_cuda_graph=graph
     )
@@ -203,6 +222,7 @@ def torchnep(path: Path, system: str, batch: int, options: argparse.Namespace) -
     from torchnep import train_nep
 
     s = SYSTEMS[system]
+    count = min(s["frames"], options.torchnep_frames)
     folder = path.parent
     (folder / "nep.in").write_text(
         f"type {len(s['elements'])} {' '.join(s['elements'])}\ncutoff {s['cutoff'][0]} {s['cutoff'][1]}\n"
@@ -214,9 +234,11 @@ def torchnep(path: Path, system: str, batch: int, options: argparse.Namespace) -
 
     def mark(*a: Any, **k: Any) -> Any:  # called once at each epoch's end
         stamps.append(waited(options.device))
+        say(f"torchnep {system} {batch}: epoch {len(stamps)} after {stamps[-1] - start:.1f} s")
         return real(*a, **k)
 
     trainer._scheduler_step = mark  # noqa: SLF001
+    turn(options)
     start = time.perf_counter()
     train_nep(str(folder / "nep.in"), str(path), output_dir=str(folder / f"tn{batch}"), device=options.device,
               use_compile=options.device == "cuda", print_interval=10**6, checkpoint_interval=10**6,
@@ -225,42 +247,81 @@ def torchnep(path: Path, system: str, batch: int, options: argparse.Namespace) -
     epochs = np.diff(stamps)
     # It adds a pass on new minima in the last third of the epochs: those before it count.
     e = float(statistics.median(epochs[: max(1, 2 * options.torchnep_epochs // 3 - 1)]))
-    return record(who="torchnep", system=system, batch=batch, frames=s["frames"], s_per_epoch=e,
-                  ms_per_step=e * 1e3 / -(-s["frames"] // batch), first_epoch_s=stamps[0] - start,
+    return record(who="torchnep", system=system, batch=batch, frames=count, s_per_epoch=e * s["frames"] / count,
+                  ms_per_step=e * 1e3 / -(-count // batch), first_epoch_s=stamps[0] - start,
                   epochs_s=[round(float(x), 4) for x in epochs])  # fmt: skip
+
+
+def child(options: argparse.Namespace) -> None:
+    """One program on one data set, in this process."""
+    system, who, batch = options.data[0], options.who[0], options.batch[0]
+    count = SYSTEMS[system]["frames"]
+    # Peers lay out their data for minutes where there is much of it; what a step costs does not depend on how much.
+    count = min(count, {"neppo": options.neppo_frames, "torchnep": options.torchnep_frames}.get(who, count))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "train.xyz"
+        path.write_text("\n".join((pbte_lines if system == "pbte" else emt_lines)(count)) + "\n")
+        if who.startswith("nepcore"):
+            ours(path, system, batch, options, compiled=who != "nepcore")
+        else:
+            {"neppo": neppo, "torchnep": torchnep}[who](path, system, batch, options)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", nargs="+", default=["pbte", "emt"], choices=list(SYSTEMS))
     parser.add_argument("--who", nargs="+", default=["nepcore", "nepcore+compiled", "neppo", "torchnep"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[32, 64])
+    parser.add_argument("--batch", nargs="+", type=int, default=[32, 64], help="of emt, the first alone")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--frames", type=int, help="of each data set; left out, 256 of PbTe and 2000 alloys")
     parser.add_argument("--neppo-frames", type=int, default=256, help="neppo takes long to lay out its structures")
+    parser.add_argument("--torchnep-frames", type=int, default=512, help="and TorchNEP to find neighbours")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--torchnep-epochs", type=int, default=6)
     parser.add_argument("--valid", type=float, default=0.0, help="share of the frames that is validated on")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds that a program's turn may last")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no turn begins or goes on")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    rows = []
     for system in options.data:
         if options.frames:
             SYSTEMS[system]["frames"] = options.frames
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "train.xyz"
-            lines = (pbte_lines if system == "pbte" else emt_lines)(SYSTEMS[system]["frames"])
-            path.write_text("\n".join(lines) + "\n")
-            for who in options.who:
-                for batch in options.batch if system == "pbte" else options.batch[:1]:
-                    if who.startswith("nepcore"):
-                        rows.append(ours(path, system, batch, options, compiled=who != "nepcore"))
-                    else:
-                        rows.append({"neppo": neppo, "torchnep": torchnep}[who](path, system, batch, options))
-    for row in rows:
+    if options.child:
+        child(options)
+        return 0
+    begun = time.monotonic()
+    waiting = []
+    for who in options.who:
+        for system in options.data:
+            for batch in options.batch if system == "pbte" else options.batch[:1]:
+                command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--child"]
+                command += ["--data", system, "--who", who, "--batch", str(batch)]
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+                    env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+                )  # fmt: skip
+                waiting.append((who, system, batch, process))
+    rows = []
+    for who, system, batch, process in waiting:
+        left = options.limit - (time.monotonic() - begun)
+        error = None
+        try:
+            said, _ = process.communicate("go\n", timeout=max(0.1, min(options.patience, left)))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
+            said, _ = process.communicate()
+            error = "not ready in time"
+        print("\n".join(line for line in said.splitlines() if who != "torchnep" or line.startswith("{")), flush=True)
+        found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        rows += found
+        if not found:
+            record(who=who, system=system, batch=batch, error=error or f"ended with {process.returncode}")
+        say(f"{who} {system} {batch}: {time.monotonic() - begun:.0f} s")
+    for row in sorted(rows, key=lambda row: (row["system"], row["batch"])):
         print(f"{row['system']:5} {row['batch']:3} {row['who']:17} {row['ms_per_step']:8.3f} ms/step "
               f"{row['s_per_epoch']:8.4f} s/epoch")  # fmt: skip
-    return 0
+    return int(len(rows) < len(waiting))
 
 
 if __name__ == "__main__":
