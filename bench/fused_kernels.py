@@ -46,14 +46,14 @@ LOCK = Path(tempfile.gettempdir()) / "fused_kernels.lock"
 
 # Shapes that are tried, by kernel: the field of `Tiles` and its values.
 SHAPES: dict[str, tuple[str, list[tuple[int, ...]]]] = {
-    "radial_sums": ("radial_sums", [(32, 4, 4)]),
-    "angular_sums": ("angular_sums", [(16, 2, 1), (8, 4, 1)]),
+    "radial_sums": ("radial_sums", [(32, 4, 4), (8, 4, 1), (16, 8, 4)]),
+    "angular_sums": ("angular_sums", [(16, 2, 1), (32, 1, 1), (64, 1, 2), (8, 4, 1)]),
     "network": ("network", [(1, 4, 8, 1), (2, 4, 8, 1)]),
     "radial_weights": ("weights", [(128, 4)]),
     "angular_slopes": ("slopes", [(128, 4)]),
-    "radial_forces": ("radial_forces", [(8, 4, 1)]),
+    "radial_forces": ("radial_forces", [(8, 4, 1), (4, 8, 1)]),
     "angular_forces": ("angular_forces", [(1, 32, 1), (2, 16, 1), (4, 8, 1)]),
-    "angular_gather": ("gather", [(16, 8, 4)]),
+    "angular_gather": ("gather", [(16, 8, 4), (4, 8, 1), (32, 4, 4)]),
     "repulsion": ("repulsion", [(16, 8, 4)]),
 }
 
