@@ -60,14 +60,16 @@ class Batch:
         """
         cells = complete_cells(compact_cells(structures.cells, structures.pbc), structures.pbc)
         system = np.repeat(np.arange(len(structures)), structures.counts)
+        structure = torch.from_numpy(system).to(device)
+        positions = torch.from_numpy(np.require(structures.positions, requirements="W")).to(device)
         return cls(
             structures.counts,
             structures.offsets,
             cells,
             structures.pbc,
-            torch.from_numpy(fold(structures.positions, cells, structures.pbc, structures.offsets)).to(device),
+            fold(positions, cells, structures.pbc, structure),
             torch.from_numpy(types[structures.numbers]).to(device),
-            torch.from_numpy(system).to(device),
+            structure,
             torch.from_numpy(structures.temperatures.copy()).to(device),
         )
 
@@ -120,28 +122,43 @@ def complete_cells(cells: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArra
     return out
 
 
-def fold(
-    positions: NDArray[np.float64],
-    cells: NDArray[np.float64],
-    pbc: NDArray[np.bool_],
-    offsets: NDArray[np.int64],
-) -> NDArray[np.float64]:
-    """Positions moved by lattice vectors into their cells, (N, 3), in float64.
+def fold(positions: Tensor, cells: NDArray[np.float64], pbc: NDArray[np.bool_], structure: Tensor) -> Tensor:
+    """Positions moved by lattice vectors into their cells, in float64.
 
     In non-periodic directions they are moved so that the lowest atom is at zero.
+
+    Args:
+        positions: (N, 3) float64.
+        cells: (B, 3, 3), as of :func:`complete_cells`.
+        pbc: (B, 3).
+        structure: Structure of each atom, (N,).
+
+    Returns:
+        (N, 3).
     """
     if not len(positions):
-        return positions.copy()
-    counts = np.diff(offsets)
-    system = np.repeat(np.arange(len(counts)), counts)
-    fractional = _rows_times(positions, np.linalg.inv(cells)[system])
-    lowest = np.minimum.reduceat(fractional, offsets[:-1][counts > 0], axis=0)
-    start = np.zeros((len(counts), 3))
-    start[counts > 0] = lowest
-    moved = np.where(pbc[system], np.floor(fractional), start[system])
-    return positions - _rows_times(moved, cells[system])
+        return positions.clone()
+    own, inverse, periodic = (
+        of_atoms(torch.from_numpy(table).to(positions.device), structure)
+        for table in (cells, np.linalg.inv(cells), pbc)
+    )
+    fractional = rows_times(positions, inverse)
+    moved = torch.floor(fractional)
+    if not pbc.all():
+        lowest = torch.full((len(cells), 3), torch.inf, dtype=torch.float64, device=positions.device)
+        lowest.scatter_reduce_(0, structure[:, None].expand(-1, 3), fractional, "amin")
+        moved = torch.where(periodic, moved, of_atoms(lowest, structure))
+    return positions - rows_times(moved, own)
 
 
-def _rows_times(rows: NDArray[np.floating], matrices: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Row vectors times their own matrices, in one order of summation whatever the number of rows."""
+def of_atoms(table: Tensor, structure: Tensor) -> Tensor:
+    """Rows of a table of structures, one for each atom: (B, ...) → (A, ...); not written down where B is 1."""
+    return table.expand(len(structure), *table.shape[1:]) if len(table) == 1 else table[structure]
+
+
+def rows_times(rows: Tensor, matrices: Tensor) -> Tensor:
+    """Row vectors times their own matrices, (P, 3) and (P, 3, 3) → (P, 3).
+
+    Written out: a reduction's order of summation, and so its last bit, may depend on the number of rows.
+    """
     return rows[:, 0, None] * matrices[:, 0] + rows[:, 1, None] * matrices[:, 1] + rows[:, 2, None] * matrices[:, 2]

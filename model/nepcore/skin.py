@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .batch import Batch
-from .neighbors import Bins, Pairs, rows_times, squared_norm
+from .batch import Batch, of_atoms, rows_times
+from .neighbors import Bins, Pairs, squared_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,7 +161,7 @@ class Lists:
             rows = slice(int(edges[start]), int(edges[stop]))
             centre, neighbor = i[rows], j[rows]
             whole = image[rows].to(torch.float64) + turned[neighbor] - turned[centre]
-            shift = torch.einsum("pi,pij->pj", whole, cells[batch.structure[centre]]) if len(centre) else whole
+            shift = rows_times(whole, of_atoms(cells, batch.structure[centre]))
             # The same operations as those of a search, in the same order.
             vector = batch.positions[neighbor] + (shift - batch.positions[centre])
             square = squared_norm(vector)

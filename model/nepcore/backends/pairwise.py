@@ -128,7 +128,7 @@ class PairwiseBackend:
         return groups
 
     def _present(self, structures: Structures) -> _Present:
-        occurring = np.unique(self._types[structures.numbers])
+        occurring = np.unique(self._types[np.flatnonzero(np.bincount(structures.numbers))])
         types = self.block.types(occurring, len(self.potential.elements))
         key = tuple(types.tolist())
         if key not in self._presents:
@@ -189,10 +189,11 @@ _ALLOWED = np.array(_WIDTHS)
 def _groups_of(count_r: Tensor, count_a: Tensor) -> list[tuple[int, int, NDArray[np.int64]]]:
     """Slots for the radial and the angular part, and the centres that get so many."""
     counts = torch.stack([count_r, count_a]).cpu().numpy()
-    size = np.searchsorted(_ALLOWED, counts)
+    # The width of every number that occurs is looked up: sorting tens of thousands of numbers takes milliseconds.
+    size = np.searchsorted(_ALLOWED, np.arange(counts.max(initial=0) + 1))[counts]
     key = size[0] * len(_WIDTHS) + size[1]
     out = []
-    for value in np.unique(key).tolist():
+    for value in np.flatnonzero(np.bincount(key)).tolist():
         radial, angular = divmod(value, len(_WIDTHS))
         out.append((_WIDTHS[radial], _WIDTHS[angular], np.flatnonzero(key == value)))
     return out

@@ -98,8 +98,17 @@ def gradient_terms(switch: str, l_max: int) -> tuple[tuple[int, tuple[Monomial, 
     return tuple((b, tuple((c, rest) for rest, c in terms.items())) for b, terms in sorted(by_index.items()))
 
 
+def _depends_on(switch: str, l_max: int) -> tuple[int, int]:
+    """Range of b, first and behind the last, that a higher invariant is made of."""
+    every = [b for b, _ in gradient_terms(switch, l_max)]
+    return min(every), max(every) + 1
+
+
 class Monomials(NamedTuple):
-    """A higher invariant and its gradient as tables of monomials: M in the invariant, G by b (slower) and term."""
+    """A higher invariant and its gradient as tables of monomials: M in the invariant, G by b (slower) and term.
+
+    The gradient's are those of b in :func:`_depends_on`.
+    """
 
     factors: Tensor  # (M,)
     indices: Tensor  # (order, M)
@@ -122,7 +131,7 @@ def tables(
         longest = max(map(len, by_index.values()))
         rest = (0,) * (len(terms[0][1]) - 1)
         flat: list[Monomial] = []
-        for b in range(harmonics.width(l_max)):
+        for b in range(*_depends_on(switch, l_max)):
             own = by_index.get(b, ())
             flat += [*own, *[(0.0, rest)] * (longest - len(own))]
         pairs = []
@@ -209,8 +218,9 @@ def gradient(
         total = torch.stack(out)
         for position, t in enumerate(by_tables):
             if t is not None:
-                terms = _terms(s, t.gradient_factors, t.gradient_indices).unflatten(0, (len(out), -1))
-                total = total + slope[l_max + position] * terms.sum(dim=1)
+                first, behind = _depends_on(switches[position], l_max)
+                terms = _terms(s, t.gradient_factors, t.gradient_indices).unflatten(0, (behind - first, -1))
+                total[first:behind] += slope[l_max + position] * terms.sum(dim=1)
         return total
     for position, name in enumerate(switches):
         f = slope[l_max + position]
