@@ -36,6 +36,9 @@ FUSED_SECONDS = 45.0
 COMPILED = "+compiled"
 """Ending of the names of forms that torch compiles."""
 
+AUTOGRAD = "+autograd"
+"""Ending of the names of compiled forms whose forces are derivatives that torch found, instead of formulas."""
+
 COMPILE_SECONDS = {"cpu": 120.0, "cuda": 60.0}
 """What torch takes to compile a model, about."""
 
@@ -87,6 +90,7 @@ def every() -> tuple[Candidate, ...]:
         *(_of_form(form, graphs=True) for form in captured),
         *(_of_form(form, compiled=True) for form in reversed(FORMS)),
         *(_of_form(form, compiled=True, graphs=True) for form in reversed(captured)),
+        _of_form("density", compiled=True, autograd=True),
     )
 
 
@@ -119,13 +123,15 @@ def make(name: str, model: NepFile, device: torch.device, dtype: str, memory: fl
     return candidate.make(model, device, dtype, memory)
 
 
-def _of_form(form: str, *, compiled: bool = False, graphs: bool = False) -> Candidate:
-    name = form + (COMPILED if compiled else "") + (GRAPHS if graphs else "")
+def _of_form(form: str, *, compiled: bool = False, graphs: bool = False, autograd: bool = False) -> Candidate:
+    name = form + (COMPILED if compiled else "") + (AUTOGRAD if autograd else "") + (GRAPHS if graphs else "")
 
     def build(model: NepFile, device: torch.device, dtype: str, memory: float) -> Backend:
         potential = NEP(model, DTYPES[dtype]).to(device)
         shape = Shape.of(potential)
-        block: Block = CompiledBlock(shape, FORMS[form], device) if compiled else EagerBlock(shape, FORMS[form])
+        block: Block = EagerBlock(shape, FORMS[form])
+        if compiled:
+            block = CompiledBlock(shape, FORMS[form], device, by_autograd=autograd)
         if graphs:
             block = GraphBlock(block, memory)
         return PairwiseBackend(name, potential, model.admission, block, memory)
@@ -140,7 +146,7 @@ def _of_form(form: str, *, compiled: bool = False, graphs: bool = False) -> Cand
         del model, dtype
         return COMPILE_SECONDS.get(device.type, 60.0) if compiled else 0.0
 
-    return Candidate(name, build, unfit, preparation, 2 * compiled + graphs)
+    return Candidate(name, build, unfit, preparation, 2 * (compiled + autograd) + graphs)
 
 
 def _fused_cpu() -> Candidate:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nepcore.physics import products
+
 from .rows import Results, Rows, Shape, Tables, evaluate, evaluate_by_autograd
 
 if TYPE_CHECKING:
@@ -43,18 +45,18 @@ class CompiledBlock:
         shape: What the code depends on.
         form: The form of the sums.
         device: Where it computes.
-        function: The function to compile, as :func:`nepcore.backends.rows.evaluate`.
+        by_autograd: Compile :func:`with_forces_inside` instead of :func:`nepcore.backends.rows.evaluate`.
 
     Attributes:
         fault: Why it is evaluated operation by operation instead; empty while nothing went wrong.
     """
 
-    def __init__(
-        self, shape: Shape, form: Form, device: torch.device, function: Callable[..., Results] = evaluate
-    ) -> None:
+    def __init__(self, shape: Shape, form: Form, device: torch.device, *, by_autograd: bool = False) -> None:
         self.fault = ""
         self._on_gpu = device.type != "cpu"
-        self._plain = lambda tables, rows: function(shape, form, tables, rows)
+        self._by_autograd = by_autograd
+        self._shape, self._form = shape, form
+        self._plain = lambda tables, rows: evaluate(shape, form, tables, rows)
         self._compiled: Callable[[Tables, Rows], Results] | None = None
 
     def types(self, present: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -90,8 +92,15 @@ class CompiledBlock:
 
     def _compile(self, tables: Tables) -> Callable[[Tables, Rows], Results]:
         """Compile for sizes that differ from each other, since equal ones would be taken for one size."""
-        compiled: Callable[[Tables, Rows], Results] = torch.compile(_own_code(self._plain), fullgraph=True)
-        compiled(tables, _example(tables))
+        # Some builds of torch do not import it by themselves, and tracing may look it up.
+        import torch.backends.opt_einsum
+
+        example = _example(tables)
+        function = self._plain
+        if self._by_autograd:
+            function = with_forces_inside(self._shape, self._form, tables, example)
+        compiled: Callable[[Tables, Rows], Results] = torch.compile(_own_code(function), fullgraph=True)
+        compiled(tables, example)
         return compiled
 
 
@@ -106,14 +115,15 @@ def with_forces_inside(shape: Shape, form: Form, tables: Tables, rows: Rows) -> 
         form: The form of the sums.
         tables, rows: An example.
     """
-    # Some builds of torch do not import it by themselves, and tracing looks it up.
+    # Some builds of torch do not import it by themselves, and tracing may look it up.
     import torch.backends.opt_einsum
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def function(tables: Tables, rows: Rows) -> tuple[Tensor, ...]:
         return tuple(evaluate_by_autograd(shape, form, tables, rows))
 
-    traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(tables, rows)
+    with products.traced():
+        traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(tables, rows)
     # What autograd saves for its way back is detached, which would cut the second derivatives off.
     for node in list(traced.graph.nodes):
         if node.target is torch.ops.aten.detach.default:

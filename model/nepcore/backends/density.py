@@ -24,7 +24,7 @@ def sums(
     T = coefficients.shape[3]
     if products.by_matrix(basis):
         return _sums_by_matrix(coefficients, basis, centre, neighbor, y)
-    if torch.compiler.is_compiling():
+    if products.compiling():
         return _moments_contracted(coefficients, centre, _compiled_moments(basis[0], neighbor, T, y)), basis
     f = basis[0]
     parts = []
@@ -47,7 +47,7 @@ def _moments_contracted(coefficients: Tensor, centre: Tensor, moments: Tensor) -
     """s (b, A, n) of M (T, k, b, A), term by term: a type that an atom has no neighbours of adds exact zeros."""
     T, K = moments.shape[:2]
     own = coefficients.permute(3, 1, 2, 0)[:, :, centre]  # (T, k, A, n)
-    if torch.compiler.is_compiling():
+    if products.compiling():
         return (moments[..., None] * own[:, :, None]).flatten(0, 1).sum(dim=0)
     out: Tensor | None = None
     for t in range(T):
@@ -64,7 +64,7 @@ def spread(coefficients: Tensor, kept: Tensor, ds: Tensor, centre: Tensor, neigh
     if products.by_matrix(ds):
         return _spread_by_matrix(coefficients, kept, ds, centre, neighbor)
     own = coefficients.permute(1, 0, 2, 3)[:, :, centre]  # (k, n, A, T)
-    if torch.compiler.is_compiling():
+    if products.compiling():
         # As reductions, whose results are written down: loops unrolled here would be computed anew for every pair.
         weights = (own[:, :, None] * ds.permute(2, 0, 1)[None, ..., None]).sum(dim=1)  # (k, b, A, T)
         if T == 1:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nepcore.physics.products import times_columns
+from nepcore.physics import products
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,14 +17,14 @@ def contract(coefficients: Tensor, basis: Tensor, centre: Tensor, neighbor: Tens
     """See :class:`nepcore.backends.protocol.Contraction`."""
     T = coefficients.shape[2]
     if T == 1:
-        return times_columns(coefficients[:, :, 0, 0], basis)
-    if torch.compiler.is_compiling():
+        return products.times_columns(coefficients[:, :, 0, 0], basis)
+    if products.compiling():
         return _contract_masked(coefficients, basis, centre * T + neighbor)
     pair, order = torch.sort(centre * T + neighbor, stable=True)
     basis = basis.index_select(2, order)
     bounds = torch.searchsorted(pair, torch.arange(T * T + 1, device=pair.device)).tolist()
     parts = [
-        times_columns(coefficients[:, :, number // T, number % T], basis[:, :, start:stop])
+        products.times_columns(coefficients[:, :, number // T, number % T], basis[:, :, start:stop])
         for number, (start, stop) in enumerate(pairwise(bounds))
         if stop > start
     ]
@@ -38,7 +38,9 @@ def contract(coefficients: Tensor, basis: Tensor, centre: Tensor, neighbor: Tens
 def _contract_masked(coefficients: Tensor, basis: Tensor, pair: Tensor) -> Tensor:
     """Every pair by all coefficients, of which one is kept: sizes that depend on values cannot be compiled."""
     T = coefficients.shape[2]
-    out = times_columns(coefficients[:, :, 0, 0], basis)
+    out = products.times_columns(coefficients[:, :, 0, 0], basis)
     for number in range(1, T * T):
-        out = torch.where(pair == number, times_columns(coefficients[:, :, number // T, number % T], basis), out)
+        out = torch.where(
+            pair == number, products.times_columns(coefficients[:, :, number // T, number % T], basis), out
+        )
     return out

@@ -109,7 +109,7 @@ def _forward(shape: Shape, form: Form, t: Tables, rows: Rows, *, derivative: boo
     ti = rows.types
     A = ti.shape[0]
     # On a CPU the polynomials are written out: sums along another dimension may depend on the number of atoms.
-    monomials = t.monomials if products.on_gpu(ti) or torch.compiler.is_compiling() else ()
+    monomials = t.monomials if products.on_gpu(ti) or products.compiling() else ()
     cut_r, cut_a = t.cutoff_radial[ti[:, None], rows.types_radial], t.cutoff_angular[ti[:, None], rows.types_angular]
     basis_r = radial_basis(rows.r_radial, cut_r, t.c_radial.shape[1], derivative=derivative)
     s_r, kept_r = form.sums(t.c_radial, basis_r, ti, rows.types_radial, None)  # (1, A, n)

@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import crystals
+from dense_blocks import loss_gradients
 from nepcore import synthetic
 from nepcore.backends import compiled, forms, rows
 from nepcore.calculator import Calculator
@@ -30,10 +31,10 @@ def model_of(n_types: int) -> object:
     )  # fmt: skip
 
 
-def check(n_types: int, form: str) -> None:
+def check(n_types: int, form: str, ending: str = "+compiled") -> None:
     model = model_of(n_types)
     plain = Calculator.of(model, device="cpu", dtype="float64", backend="loop")
-    calculator = Calculator.of(model, device="cpu", dtype="float64", backend=f"{form}+compiled")
+    calculator = Calculator.of(model, device="cpu", dtype="float64", backend=form + ending)
     sizes = [1, 2, 17, 40]
     items = [crystals.random_structure(n, model.elements, n=n, pbc=n != 2) for n in sizes]
     wanted, found = plain.evaluate(items, PROPERTIES), calculator.evaluate(items, PROPERTIES)
@@ -55,12 +56,41 @@ def test_numbers_bits_and_no_second_compilation(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_types", [1, 16])
+@pytest.mark.parametrize("n_types", [1, 2, 16])
 @pytest.mark.parametrize("form", forms.FORMS)
 def test_every_form(form: str, n_types: int) -> None:
     if form == "loop" and n_types > 8:
         pytest.skip("the loop is compiled for few types")
     check(n_types, form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_types", [1, 3])
+def test_forces_by_automatic_differentiation(n_types: int) -> None:
+    check(n_types, "density", "+compiled+autograd")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_types", [1, 2, 16])
+@pytest.mark.parametrize("form", forms.FORMS)
+def test_parameter_gradients(form: str, n_types: int) -> None:
+    if form == "loop" and n_types > 8:
+        pytest.skip("the loop is compiled for few types")
+    model = model_of(n_types)
+    nep = NEP(model, torch.float64)
+
+    def together(shape: rows.Shape, form: object, tables: rows.Tables, block: rows.Rows) -> rows.Results:
+        function = compiled._own_code(lambda tables, block: rows.evaluate(shape, form, tables, block))
+        return torch.compile(function, fullgraph=True)(tables, block)
+
+    graphs = counters["stats"]["unique_graphs"]
+    found = loss_gradients(form, nep, model.elements, together)
+    assert counters["stats"]["unique_graphs"] == graphs + 1
+    found = [gradient.clone() for gradient in found]
+    wanted = loss_gradients("loop", nep, model.elements)
+    assert len(wanted) >= 6
+    for gradient, want in zip(found, wanted, strict=True):
+        assert torch.allclose(gradient, want, rtol=1e-10, atol=1e-10 * max(1.0, float(want.abs().max())))
 
 
 @pytest.mark.parametrize(

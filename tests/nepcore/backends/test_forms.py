@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import crystals
+from dense_blocks import blocks_of_rows, loss_gradients
 from nepcore import synthetic
 from nepcore.backends import compiled, forms, mulsum, pairwise
 from nepcore.backends.rows import Results, Rows, Shape, Tables, evaluate, evaluate_by_autograd
@@ -29,34 +31,6 @@ every_form = pytest.mark.parametrize("form", forms.FORMS)
 def model_of(n_types: int, **options: object) -> object:
     small = {"n_max": (3, 2), "basis_size": (5, 4), "l_max": 3, "hidden": (6,), "seed": n_types}
     return synthetic.make_model(SYMBOLS[1 : n_types + 1], **{**small, **options})
-
-
-def blocks_of_rows(nep: NEP, elements: tuple[str, ...], seed: int) -> tuple[Tables, Rows]:
-    """A dense block of atoms with random neighbours, some slots of which are empty."""
-    rng = torch.Generator().manual_seed(seed)
-    A, w, T = 12, 16, len(elements)
-    r = 1.5 + 3.5 * torch.rand((A, w), generator=rng, dtype=torch.float64)
-    r[torch.rand((A, w), generator=rng) < 0.3] = 2.0 * nep.max_cutoff
-    unit = torch.nn.functional.normalize(torch.randn((3, A, w), generator=rng, dtype=torch.float64), dim=0)
-    rows = Rows(
-        torch.randint(T, (A,), generator=rng), r, torch.randint(T, (A, w), generator=rng), r.flip(1),
-        torch.randint(T, (A, w), generator=rng), unit, torch.full((A,), 300.0, dtype=torch.float64),
-    )  # fmt: skip
-    return Tables.of(nep, torch.arange(T)), rows
-
-
-def loss_gradients(
-    form: str, nep: NEP, elements: tuple[str, ...], function: Callable[..., Results] = evaluate
-) -> list[torch.Tensor]:  # fmt: skip
-    for p in nep.parameters():
-        p.grad = None
-        p.requires_grad_(True)
-    tables, rows = blocks_of_rows(nep, elements, 3)
-    out = function(Shape.of(nep), forms.FORMS[form], tables, rows)
-    weight = torch.linspace(-1.0, 1.0, out.along.numel(), dtype=torch.float64).reshape(out.along.shape)
-    loss = (out.energies**2).sum() + (weight * out.along).sum() + (weight * out.push).sum()
-    loss.backward()
-    return [p.grad for p in nep.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("n_types", TYPES)
@@ -106,6 +80,18 @@ def test_automatic_derivatives_are_those_of_the_formulas(
     gradients = loss_gradients("loop", nep, model.elements)
     for found, want in zip(loss_gradients(form, nep, model.elements, function), gradients, strict=True):
         assert torch.allclose(found, want, rtol=1e-10, atol=1e-10 * max(1.0, float(want.abs().max())))
+
+
+def test_tracing_on_builds_that_do_not_import_opt_einsum_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch.backends.opt_einsum", raising=False)
+    monkeypatch.delattr(torch.backends, "opt_einsum", raising=False)
+    model = model_of(1, l_max=1, n_max=(1, 1), basis_size=(1, 1), switches=())
+    nep = NEP(model, torch.float64)
+    tables, rows = blocks_of_rows(nep, model.elements, 5)
+    wanted = evaluate(Shape.of(nep), forms.FORMS["density"], tables, rows)
+    found = traced(Shape.of(nep), forms.FORMS["density"], tables, rows)
+    assert torch.allclose(found.push, wanted.push, rtol=1e-10, atol=1e-10)
+    assert hasattr(torch.backends, "opt_einsum")  # where a tracer that looks it up finds it
 
 
 @pytest.mark.parametrize("hidden", [(6,), (6, 5)], ids=["one layer", "two layers"])
