@@ -115,7 +115,8 @@ class Calculator:
         """Measure which backend is the fastest for this model here, use it from now on, and keep the choice on disk.
 
         Does nothing where a backend was asked for, or the choice was made at an earlier start. Whatever goes wrong,
-        the calculator stays usable. Yields what is being done, JSON-able, before each longer step.
+        the calculator stays usable. An interrupt (Ctrl-C) ends the measuring; what was measured until then decides,
+        and is kept. Yields what is being done, JSON-able, before each longer step.
 
         Args:
             seconds: Budget; one candidate that began may take longer.

@@ -312,7 +312,11 @@ def tune(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     tune_seconds: Annotated[
-        float | None, typer.Option(min=1.0, help="Budget; left out, everything is measured, which can take minutes.")
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="Budget; left out, everything is measured, compiled forms too: minutes. Ctrl-C ends it.",
+        ),
     ] = None,
 ) -> None:
     """Measure every way to evaluate a model on this machine; the server uses what was chosen."""

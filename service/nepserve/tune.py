@@ -26,6 +26,8 @@ def tune(
 ) -> str:
     """Measure, keep what was chosen on disk, and return the table.
 
+    An interrupt (Ctrl-C) ends the measuring: the table then has what was measured until then, which is kept.
+
     Args:
         model: A ``nep.txt`` or a folder with one.
         device: As of :func:`nepcore.load`.
@@ -37,6 +39,8 @@ def tune(
         ModelFileError, ModelError: The model cannot be loaded, or no backend could be measured.
     """
     calculator = nepcore.load(locate(model), device=device, dtype=dtype)
+    bound = "as long as it takes" if seconds >= EVERYTHING else f"for about {seconds:g} s"
+    say(f"measuring on {calculator.device}, {bound}; Ctrl-C ends it and keeps what was measured")
     last = ""
     for step in calculator.tune(seconds, again=True):
         if step["what"] != last:
@@ -44,7 +48,7 @@ def tune(
             say(f"[{step['done'] + 1}/{step['total']}] {last}")
     choice = calculator.choice
     if choice["how"] != "measured":
-        raise nepcore.ModelError(f"{model}: no backend could be measured; the log says why")
+        raise nepcore.ModelError(f"{model}: no backend was measured; the log says why")
     return table(choice)
 
 
@@ -74,8 +78,9 @@ def table(choice: dict[str, Any]) -> str:
             c.rjust(w) if k in numbers else c.ljust(w) for k, (c, w) in enumerate(zip(row[:-1], widths, strict=True))
         ]
         lines.append("  ".join([*cells, row[-1]]).rstrip())
+    ended = "stopped by an interrupt; " if choice.get("interrupted") else ""
     chosen = ", ".join(f"{name} for {size} structures" for size, name in choice["choice"].items())
-    return "\n".join([*lines, "", f"chosen: {chosen} ({choice['seconds']:.0f} s)"])
+    return "\n".join([*lines, "", f"{ended}chosen: {chosen} ({choice['seconds']:.0f} s)"])
 
 
 def _number(value: float | None) -> str:

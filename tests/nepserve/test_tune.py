@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,7 +32,8 @@ def test_table_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(measure, "representative", lambda *_: short)
     said: list[str] = []
     text = tune.tune(path, device="cpu", say=said.append)
-    assert said[0] == "[1/3] reference values"
+    assert said[0] == "measuring on cpu, as long as it takes; Ctrl-C ends it and keeps what was measured"
+    assert said[1] == "[1/3] reference values"
     lines = text.splitlines()
     assert lines[0].split() == ["backend", "batch", "ms", "µs/atom", "peak", "MiB", "error/allowed", "verdict"]
     assert [line.split()[0] for line in lines[1:4]] == ["density", "loop", "absent"]
@@ -44,5 +49,29 @@ def test_nothing_could_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(measure, "representative", lambda *_: [])
     loop = candidates.get("loop")
     monkeypatch.setattr(candidates, "every", lambda: (loop,))
-    with pytest.raises(nepcore.ModelError, match="no backend could be measured"):
+    with pytest.raises(nepcore.ModelError, match="no backend was measured"):
         tune.tune(path, device="cpu")
+
+
+def test_ctrl_c_prints_what_was_measured_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEPSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    model = synthetic.make_model(("Si",), n_max=(1, 1), basis_size=(2, 2), l_max=1, switches=(), hidden=(3,), seed=1)
+    path = tmp_path / "nep.txt"
+    nep_txt.write(model, path)
+
+    def interrupted(*_: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60.0)
+        pytest.fail("the signal did not come")
+
+    slow = candidates.Candidate("slow to compile", interrupted, rank=1)  # type: ignore[arg-type]
+    among = (candidates.get("density"), slow, dataclasses.replace(candidates.get("loop"), rank=2))
+    monkeypatch.setattr(candidates, "every", lambda: among)
+    short = measure.representative(model, "cpu")[:1]
+    monkeypatch.setattr(measure, "representative", lambda *_: short)
+    lines = tune.tune(path, device="cpu").splitlines()
+    assert "chosen for small and large structures" in lines[1]
+    assert lines[2].endswith("stopped by an interrupt")
+    assert lines[3].endswith("not tried: stopped by an interrupt")
+    assert lines[-1].startswith("stopped by an interrupt; chosen: density for small")
+    assert nepcore.load(path, device="cpu").backend == "density"

@@ -104,16 +104,20 @@ class Report:
         rows: All candidates, tried or not.
         seconds: What it took.
         complete: Whether every candidate was tried.
+        interrupted: Whether somebody ended it (Ctrl-C).
     """
 
     choice: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = False
+    interrupted: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; what is not known is left out."""
         out = asdict(self)
+        if not self.interrupted:
+            del out["interrupted"]
         for row in out["rows"]:
             row["timings"] = [{k: v for k, v in t.items() if v is not None} for t in row["timings"]]
             if row["prepared"] is None:
@@ -132,7 +136,7 @@ class Report:
             for r in data["rows"]
         ]
         choice = {str(k): str(v) for k, v in data["choice"].items()}
-        return cls(choice, rows, float(data["seconds"]), bool(data["complete"]))
+        return cls(choice, rows, float(data["seconds"]), bool(data["complete"]), bool(data.get("interrupted", False)))
 
 
 def representative(model: NepFile, device_type: str) -> list[Batch]:
@@ -166,10 +170,12 @@ def _crystal(model: NepFile, repeat: tuple[int, int, int], rng: np.random.Genera
 
 def measure(
     model: NepFile, device: torch.device, dtype: str, memory: float, seconds: float, *,
-    among: Sequence[Candidate] | None = None, batches: Sequence[Batch] | None = None,
+    among: Sequence[Candidate] | None = None, batches: Sequence[Batch] | None = None, earlier: Report | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Generator[dict[str, Any], None, Report]:  # fmt: skip
     """Measure candidates and choose among them. Yields what is being done, JSON-able, before each longer step.
+
+    An interrupt (Ctrl-C) ends the measuring and not the function: the choice is made among what was measured.
 
     Args:
         model: The model.
@@ -180,6 +186,7 @@ def measure(
             let finish its batch, and the first one all of them: a choice is made, however slow the machine.
         among: The candidates; left out, all of them. They are tried by rank.
         batches: What to measure on, instead of :func:`representative`.
+        earlier: What was measured at another time, for candidates that are not tried now.
         clock: Seconds.
     """
     started = clock()
@@ -189,26 +196,44 @@ def measure(
     run = _Run(model, device, dtype, memory, batches, clock)
     report = Report(complete=True)
     yield {"stage": "tune", "done": 0, "total": len(wanted), "what": "reference values"}
-    run.refer()
-    for done, candidate in enumerate(wanted):
-        row = Row(candidate.name)
-        report.rows.append(row)
-        yield {"stage": "tune", "done": done, "total": len(wanted), "what": candidate.name}
-        if reason := candidate.unfit(model, device):
-            row.verdict = f"not here: {reason}"
-            continue
-        left = seconds - (clock() - started)
-        needs = candidate.preparation(model, device, dtype)
-        if left <= 0.0 or needs > left:
-            row.verdict = f"not tried: {max(left, 0.0):.0f} s of the {seconds:g} s were left" + (
-                f", and its preparation takes about {needs:.0f} s" if needs else ""
-            )
-            report.complete = False
-            continue
-        yield from run.try_out(candidate, row, done, len(wanted), started + seconds)
+    try:
+        run.refer()
+        for done, candidate in enumerate(wanted):
+            row = Row(candidate.name)
+            report.rows.append(row)
+            yield {"stage": "tune", "done": done, "total": len(wanted), "what": candidate.name}
+            if reason := candidate.unfit(model, device):
+                row.verdict = f"not here: {reason}"
+                continue
+            left = seconds - (clock() - started)
+            needs = candidate.preparation(model, device, dtype)
+            if left <= 0.0 or needs > left:
+                why = f"not tried: {max(left, 0.0):.0f} s of the {seconds:g} s were left"
+                why += f", and its preparation takes about {needs:.0f} s" if needs else ""
+                report.rows[-1] = _known(candidate, earlier) or Row(candidate.name, verdict=why)
+                report.complete = False
+                continue
+            yield from run.try_out(candidate, row, done, len(wanted), started + seconds)
+    except KeyboardInterrupt:
+        report.interrupted, report.complete = True, False
+        if report.rows and not report.rows[-1].verdict:
+            report.rows[-1].verdict = "stopped by an interrupt"
+        report.rows += [
+            _known(candidate, earlier) or Row(candidate.name, verdict="not tried: stopped by an interrupt")
+            for candidate in wanted[len(report.rows) :]
+        ]
     _choose(report, batches)
     report.seconds = clock() - started
     return report
+
+
+def _known(candidate: Candidate, earlier: Report | None) -> Row | None:
+    """What an earlier report has of a candidate; None where it has no times."""
+    for row in earlier.rows if earlier is not None else []:
+        if row.name == candidate.name and row.timings:
+            bad = row.verdict.startswith(("wrong", "failed"))
+            return Row(row.name, row.timings, row.prepared, row.verdict if bad else "measured earlier")
+    return None
 
 
 class _Run:

@@ -86,10 +86,11 @@ def tune(
 ) -> Generator[dict[str, Any], None, Resolved]:
     """Measure the candidates, keep the choice on disk, and build what was chosen; ``current`` where that fails.
 
-    Yields what is being done, JSON-able.
+    Yields what is being done, JSON-able. An interrupt (Ctrl-C) ends the measuring, and what was measured decides.
     """
+    key = choices.key_of(model, device, dtype)
     try:
-        report = yield from measure(model, device, dtype, memory, seconds)
+        report = yield from measure(model, device, dtype, memory, seconds, earlier=choices.read(key))
         found = of_report(report, model, device, dtype, memory, "measured")
     except Exception as error:  # a server must start with the rule's backend, whatever measuring ran into
         logger.warning("measuring the backends failed, the rule decides: %s", error)
@@ -98,7 +99,7 @@ def tune(
     if found is None:
         logger.warning("no backend could be measured, the rule decides")
         return current
-    choices.write(choices.key_of(model, device, dtype), report)
+    choices.write(key, report)
     return found
 
 

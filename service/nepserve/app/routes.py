@@ -113,6 +113,7 @@ async def status(service: Here) -> Response:
         },
         "engine": service.engine.status(),
         "models": service.registry.names,
+        "backends": {v.name: v.info["choice"] for v in service.registry.versions if "choice" in v.info},
         "work_per_second": {public_name(key): round(speed) for key, speed in service.dispatcher.speeds.items()},
     }
     if reason is not None:

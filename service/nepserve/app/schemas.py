@@ -100,6 +100,9 @@ class Status(BaseModel):
     limits: dict[str, Any] = Field(description="What one request may carry.")
     engine: dict[str, Any] = Field(description="Process, device, memory, restarts.")
     models: list[str]
+    backends: dict[str, dict[str, Any]] = Field(
+        description="By model: the way its physics is computed, how it was chosen, and what was measured."
+    )
     work_per_second: dict[str, float] = Field(
         description="Measured speed by model, in atoms × (neighbours + 16); left out for one that was never asked."
     )

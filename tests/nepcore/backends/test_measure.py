@@ -76,9 +76,13 @@ def batches() -> list[measure.Batch]:
 BATCHES = batches()
 
 
-def run(among: list[Candidate], clock: Clock, seconds: float = 1e6) -> tuple[measure.Report, list[dict[str, Any]]]:
+def run(
+    among: list[Candidate], clock: Clock, seconds: float = 1e6, earlier: measure.Report | None = None
+) -> tuple[measure.Report, list[dict[str, Any]]]:
     said: list[dict[str, Any]] = []
-    steps = measure.measure(MODEL, CPU, "float64", 48e6, seconds, among=among, batches=BATCHES, clock=clock)
+    steps = measure.measure(
+        MODEL, CPU, "float64", 48e6, seconds, among=among, batches=BATCHES, clock=clock, earlier=earlier
+    )
     result: list[measure.Report] = []
 
     def finish() -> Generator[dict[str, Any], None, None]:
@@ -213,3 +217,32 @@ def test_measuring_that_fails_leaves_the_rule(
     assert calculator.choice == {"how": "unmeasured", "backend": "loop"}
     assert "no batches today" in caplog.text
     assert choices.read(choices.key_of(MODEL, CPU, "float32")) is None
+
+
+def interrupt(found: Predictions) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_keeps_what_was_measured() -> None:
+    clock = Clock()
+    among = [
+        plant("quick", clock, 1.0, 2.0), plant("slow", clock, 2.0, 3.0),
+        plant("ended", clock, 0.5, 0.5, interrupt), plant("left out", clock, 0.1, 0.1),
+    ]  # fmt: skip
+    report, _ = run(among, clock)
+    assert report.choice == {"small": "quick", "large": "quick"}
+    assert report.interrupted
+    assert not report.complete
+    verdicts = {row.name: row.verdict for row in report.rows}
+    assert verdicts["ended"] == "stopped by an interrupt"
+    assert verdicts["left out"] == "not tried: stopped by an interrupt"
+    assert measure.Report.of_dict(report.to_dict()) == report
+    # What was known of the others before still counts.
+    before, _ = run([among[3], plant("quick", clock, 9.0, 9.0)], clock)
+    assert "interrupted" not in before.to_dict()
+    report, _ = run(among, clock, earlier=before)
+    assert report.choice == {"small": "left out", "large": "left out"}
+    assert report.rows[3].verdict == "chosen for small and large structures; measured earlier"
+    # Nothing is chosen where nothing was measured.
+    report, _ = run(among[2:], clock)
+    assert report.choice == {}

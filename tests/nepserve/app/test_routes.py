@@ -66,6 +66,11 @@ def test_version_and_status(server: Any) -> None:
     schemas.Status.model_validate(status)
     assert (status["ready"], status["reason"]) == (False, "why not")
     assert status["queue"]["atoms"] == 77
+    assert status["backends"] == {}
+    choice = {"how": "measured", "backend": "loop", "choice": {"small": "loop", "large": "loop"}, "rows": []}
+    server.service.registry.versions[0].info["choice"] = choice
+    status = server.call("GET", "/v1/status").json()
+    assert status["backends"] == {server.service.registry.versions[0].name: choice}
     assert status["limits"]["max_atoms_per_structure"] == 1000
 
 
