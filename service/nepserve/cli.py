@@ -7,7 +7,6 @@ Errors are one line on standard error.
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from http import HTTPStatus
@@ -19,10 +18,10 @@ import typer
 from nepcore import __version__
 from nepcore.errors import InputFileError, ModelError, ModelFileError, NepError
 
-from . import train_cli
+from . import scale_cli, train_cli
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .predict import PredictResult
 
@@ -31,7 +30,8 @@ WRONG = 2
 INTERRUPTED = 130
 
 _SERVER_MODULES = {
-    "fastapi", "httptools", "orjson", "prometheus_client", "pydantic", "pydantic_settings", "torch", "uvicorn",
+    "fastapi", "httptools", "orjson", "prometheus_client", "pydantic", "pydantic_settings", "ray",
+    "torch", "uvicorn",
 }  # fmt: skip
 
 
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        # Making the flags of `serve` from the settings class takes a moment that the other commands need not wait.
-        build(serve_flags=words[:1] == ["serve"])(words, prog_name="nepserve")
+        # Making flags from the settings class takes a moment that the other commands need not wait.
+        build(spell_out=words[0] if words else "")(words, prog_name="nepserve")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         module = (error.name or "").partition(".")[0]
         if module not in _SERVER_MODULES:
             raise
-        extra = "train" if words[:1] == ["train"] else "server"
+        extra = "ray" if words[:1] == ["scale"] else "train" if words[:1] == ["train"] else "server"
         _fail(f"this needs the package {module!r}, which is not installed: pip install 'nepserve[{extra}]'", WRONG)
     except (InputFileError, ModelError, ModelFileError) as error:
         _fail(str(error), WRONG)
@@ -76,8 +76,8 @@ def _of_a_server(error: Exception) -> str | None:
     return " ".join(str(error).split()) + (key if refused else "")
 
 
-def build(*, serve_flags: bool = True) -> typer.Typer:
-    """The commands; without ``serve_flags`` those of ``serve`` are not spelled out."""
+def build(spell_out: str = "") -> typer.Typer:
+    """The commands; of ``serve`` and ``scale``, the flags of the one that is named alone."""
     app = typer.Typer(
         help="Energies, forces and stress from NEP models: over HTTP, from files, or from Python.",
         no_args_is_help=True,
@@ -86,7 +86,8 @@ def build(*, serve_flags: bool = True) -> typer.Typer:
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.command("serve", help=_SERVE_HELP)(_serve_command() if serve_flags else _serve)
+    app.command("serve", help=_SERVE_HELP)(_with_settings(_serve) if spell_out == "serve" else _serve)
+    app.command("scale", help=scale_cli.HELP)(scale_cli.command() if spell_out == "scale" else scale_cli.scale)
     app.command("predict")(predict)
     app.command("train")(train_cli.train)
     app.command("export-split")(train_cli.export_split)
@@ -108,15 +109,21 @@ is in force and where it came from.
 """
 
 
+def _with_settings(run: Callable[..., None]) -> Any:
+    from .flags import command
+
+    return command(run)
+
+
 def _serve(**given: Any) -> None:
     """Serve models over HTTP."""
     from . import settings
+    from .flags import given_settings
     from .models import ModelNameError
 
     config, show = given.pop("config", None), given.pop("show_config", False)
-    flags = {name: value for name, value in given.items() if value not in (None, (), [])}
     try:
-        loaded = settings.load(flags, config)
+        loaded = settings.load(given_settings(given), config)
         if show:
             print(settings.show(loaded), end="")  # noqa: T201
             return
@@ -126,61 +133,6 @@ def _serve(**given: Any) -> None:
     except (settings.SettingsError, ModelNameError) as error:
         _fail(str(error), WRONG)
     sys.exit(code)
-
-
-def _serve_command() -> Any:
-    """:func:`_serve` with a flag for each field of the settings class."""
-    from .settings import FIELDS, Settings, flag_of
-
-    def command(**given: Any) -> None:
-        _serve(**given)
-
-    parameters = [
-        _parameter("models", list[str] | None, typer.Argument(metavar="[NAME=]MODEL...", show_default=False)),
-        _parameter("config", Path | None, typer.Option("--config", help="TOML file of settings.")),
-        _parameter(
-            "show_config", bool, typer.Option("--show-config", help="Print the settings and stop."), default=False
-        ),
-    ]
-    for name in FIELDS:
-        field = Settings.model_fields[name]
-        if name == "models":
-            continue
-        default = field.get_default()
-        note = "" if default in (None, (), False) else f" [default: {_spell(default)}]"
-        kind: Any
-        flags = [flag_of(name)]
-        if field.annotation is bool:
-            kind, flags = bool | None, [f"{flags[0]}/--no-{flags[0].removeprefix('--')}"]
-        elif isinstance(default, tuple):
-            kind = list[str] | None
-        else:
-            # Values are checked by the settings class, which speaks of all sources in one way.
-            kind = str | None
-        option = typer.Option(
-            *flags, help=f"{field.description}{note}", show_default=False, metavar=_metavar(kind, name)
-        )
-        parameters.append(_parameter(name, kind, option))
-    signature = inspect.Signature(parameters, return_annotation=None)
-    command.__signature__ = signature  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
-
-
-def _parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-
-
-def _metavar(kind: Any, name: str) -> str | None:
-    if kind == bool | None:
-        return None
-    return name.rpartition("_")[2].upper()
-
-
-def _spell(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def predict(

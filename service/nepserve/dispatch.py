@@ -502,6 +502,11 @@ class Dispatcher:
         return self.scheduler.waiting()
 
     @property
+    def device_seconds(self) -> float:
+        """Time that batches took on the device so far."""
+        return self.totals.device_seconds
+
+    @property
     def running(self) -> int:
         """Requests of which all is in the engine."""
         return max(0, len(self._requests) - self.scheduler.queued)

@@ -61,11 +61,17 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
-def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
+def run(loaded: Loaded, *, loader: str = "nepcore:load", listening: Callable[[str], None] | None = None) -> int:
     """Serve until told to stop; returns the exit code.
 
     0 after SIGTERM or SIGINT, 1 if the engine cannot be kept alive, 2 if a model cannot be loaded with these settings,
     130 if a second SIGINT ended it at once.
+
+    Args:
+        loaded: What it is told.
+        loader: Function that loads a model in the engine; see :class:`.engine.EngineLink`.
+        listening: Called with the server's URL once connections to it are accepted. People are then told by others how
+            to ask it.
 
     Raises:
         SettingsError, ModelNameError, ModelFileError: The server cannot start.
@@ -88,6 +94,9 @@ def run(loaded: Loaded, *, loader: str = "nepcore:load") -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     _keep_freed_memory()
     process = _Process(settings, sources, listener, context, keys, secret, loader, frames, tracer)
+    if listening is not None:
+        process.hints = False
+        listening(process.url)
     try:
         return _run(process.live())
     finally:
@@ -248,6 +257,7 @@ class _Process:
         self.loader = loader
         self.wanted = asyncio.Event()
         self.code = 0
+        self.hints = settings.log_format == "text"
         self.started = time.perf_counter()
 
     async def live(self) -> int:
@@ -438,7 +448,7 @@ class _Process:
             engine.get("name") or engine.get("device"),
             served or "no model yet",
         )
-        if self.sources and self.settings.log_format == "text":
+        if self.sources and self.hints:
             print(f"\nTry:\n  {self._example()}\n", file=sys.stderr)  # noqa: T201
 
     def _example(self) -> str:

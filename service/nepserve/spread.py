@@ -229,6 +229,11 @@ class Spread:
         return whole
 
     @property
+    def device_seconds(self) -> float:
+        """Time that batches took on all devices so far."""
+        return sum(part.device_seconds for part in self.parts)
+
+    @property
     def running(self) -> int:
         """Requests of which all is in an engine."""
         return sum(part.running for part in self.parts)

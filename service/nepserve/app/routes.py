@@ -111,6 +111,7 @@ async def status(service: Here) -> Response:
             "max_atoms": service.limits.max_atoms,
             "max_atoms_per_structure": service.dispatcher.max_atoms,
         },
+        "device_seconds": round(service.dispatcher.device_seconds, 6),
         "engine": service.engine.status(),
         "models": service.registry.names,
         "backends": {v.name: v.info["choice"] for v in service.registry.versions if "choice" in v.info},

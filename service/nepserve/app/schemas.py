@@ -98,6 +98,7 @@ class Status(BaseModel):
     uptime: float = Field(description="Seconds since the start.")
     queue: Queue
     limits: dict[str, Any] = Field(description="What one request may carry.")
+    device_seconds: float = Field(description="Time that batches took on the device, or devices, since the start.")
     engine: dict[str, Any] = Field(description="Process, device, memory, restarts.")
     models: list[str]
     backends: dict[str, dict[str, Any]] = Field(
