@@ -276,7 +276,7 @@ class Group:
         wanted, self._since = decide(self._policy, now, self.wanted, seen, self._since)
         if wanted != self.wanted:
             log.info(
-                "%d replicas in place of %d: %s atoms wait, devices are busy %.0f %% of the time",
+                "replicas: %d in place of %d; %s atoms wait, devices are busy %.0f %% of the time",
                 wanted, self.wanted, f"{seen.atoms:,.0f}", 100 * seen.busy / max(1, seen.ready),
             )  # fmt: skip
         self.wanted = wanted
@@ -308,7 +308,7 @@ class Group:
         if not self._complete and len(found) >= self.wanted:
             self._complete = True
             where = ",".join(found) if self._file is None else f"file:{self._file}"
-            log.info("all %d are ready; clients take %s", len(found), where)
+            log.info("replicas that are ready: %d; clients take %s", len(found), where)
 
     def _write(self, addresses: list[str]) -> None:
         if self._file is not None:

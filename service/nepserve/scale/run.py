@@ -159,6 +159,6 @@ def _gpus_of_each(wanted: Wanted, settings: Settings, cluster: RayCluster) -> fl
 def _greet(policy: Policy, share: Share, settings: Settings, cluster: RayCluster) -> None:
     number = f"{policy.least}" if policy.least == policy.most else f"{policy.least} to {policy.most}"
     place = "a Ray of this machine alone" if cluster.own else "the Ray cluster"
-    log.info("%s replicas with %s each, on %s", number, share, place)
+    log.info("replicas: %s, with %s each, on %s", number, share, place)
     if settings.is_local and not cluster.own:
         log.warning("replicas listen on %s and are all placed on this node; --host 0.0.0.0 uses others", settings.host)

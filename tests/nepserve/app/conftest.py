@@ -66,6 +66,7 @@ class Dispatcher:
         self.running = 0
         self.healthy = True
         self.speeds = {"main@1": 1e6}
+        self.device_seconds = 1.25
         self.on_batch: Callable[..., None] | None = None
         self.full_from = float("inf")  # atoms
         self.announced: list[float] = []

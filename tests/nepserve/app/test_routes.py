@@ -66,6 +66,7 @@ def test_version_and_status(server: Any) -> None:
     schemas.Status.model_validate(status)
     assert (status["ready"], status["reason"]) == (False, "why not")
     assert status["queue"]["atoms"] == 77
+    assert status["device_seconds"] == 1.25
     assert status["backends"] == {}
     choice = {"how": "measured", "backend": "loop", "choice": {"small": "loop", "large": "loop"}, "rows": []}
     server.service.registry.versions[0].info["choice"] = choice
