@@ -1,6 +1,6 @@
 """Step time of the training beside TorchNEP and neppo, on the same frames, model and batch.
 
-    python bench/train.py --data pbte emt --batch 32 64 --who nepcore nepcore+compiled neppo torchnep
+    python bench/train.py --data pbte emt --batch 32 64 --who nepcore nepcore+compiled nepcore+sums neppo torchnep
 
 Frames are the example's 25 PbTe frames repeated with small displacements, and random alloys of seven metals with labels
 that mean nothing: neither changes what a step costs. Each program, data set and batch is a process. All prepare at
@@ -112,7 +112,7 @@ def waited(device: str) -> float:
     return time.perf_counter()
 
 
-def ours(path: Path, system: str, batch: int, options: argparse.Namespace, *, compiled: bool) -> dict[str, Any]:
+def ours(path: Path, system: str, batch: int, options: argparse.Namespace, way: str) -> dict[str, Any]:
     import torch
 
     s = SYSTEMS[system]
@@ -123,7 +123,9 @@ def ours(path: Path, system: str, batch: int, options: argparse.Namespace, *, co
     frames = xyz.read(path)
     turn(options)
     start = time.perf_counter()
-    training = Training(settings, frames, device=options.device, compiled=compiled)
+    compiled = "compiled" in way
+    backend = "sums" if "sums" in way else None  # the usual one has kernels on a GPU
+    training = Training(settings, frames, device=options.device, compiled=compiled, backend=backend)
     prepared = waited(options.device) - start
     seconds, errors = [0.0], []
     for progress in training.run():
@@ -147,7 +149,7 @@ def ours(path: Path, system: str, batch: int, options: argparse.Namespace, *, co
             stepper.step(parts, labels)
         steps.append((waited(options.device) - begin) / len(ready) * 1e3)
     out = record(
-        who="nepcore+compiled" if compiled else "nepcore", system=system, batch=batch, frames=len(frames),
+        who=way, system=system, batch=batch, frames=len(frames),
         s_per_epoch=float(np.median(epochs[2:])) if len(epochs) > 3 else float(epochs[-1]),
         ms_per_step=min(steps), steps=training._plan.steps, prepare_s=prepared, first_epoch_s=float(epochs[0]),  # noqa: SLF001
         epochs_s=[round(float(e), 4) for e in epochs], force_rmse=[errors[0], errors[-1]],
@@ -262,7 +264,7 @@ def child(options: argparse.Namespace) -> None:
         path = Path(folder) / "train.xyz"
         path.write_text("\n".join((pbte_lines if system == "pbte" else emt_lines)(count)) + "\n")
         if who.startswith("nepcore"):
-            ours(path, system, batch, options, compiled=who != "nepcore")
+            ours(path, system, batch, options, who)
         else:
             {"neppo": neppo, "torchnep": torchnep}[who](path, system, batch, options)
 
@@ -270,7 +272,9 @@ def child(options: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", nargs="+", default=["pbte", "emt"], choices=list(SYSTEMS))
-    parser.add_argument("--who", nargs="+", default=["nepcore", "nepcore+compiled", "neppo", "torchnep"])
+    parser.add_argument(
+        "--who", nargs="+", default=["nepcore", "nepcore+compiled", "nepcore+sums", "neppo", "torchnep"]
+    )
     parser.add_argument("--batch", nargs="+", type=int, default=[32, 64], help="of emt, the first alone")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--frames", type=int, help="of each data set; left out, 256 of PbTe and 2000 alloys")

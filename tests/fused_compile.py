@@ -1,4 +1,4 @@
-"""Compile the fused backend's kernels of the physics for ``backend:architecture:lanes``; print their names."""
+"""Compile the kernels of serving and of training for ``backend:architecture:lanes``; print their names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from nepcore import synthetic
 from nepcore.backends.fused import forward as chain
 from nepcore.backends.fused.lists import Lists, Outputs
 from nepcore.backends.fused.model import prepare
+from nepcore.training import kernels as training
 
 KERNELS = (
     "element_order", "radial_sums", "angular_sums", "network", "radial_weights", "angular_slopes", "radial_forces",
     "angular_forces", "angular_gather", "repulsion",
 )  # fmt: skip
 _KERNELS = {name: getattr(chain, name) for name in KERNELS}
-_TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32"}
+TRAINING = ("radial_sums_of_element", "radial_forces_of_atoms", "radial_spread_to_element")
+_TRAINING = {name: getattr(training, name) for name in TRAINING}
+_TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 class Recorded:
@@ -59,6 +62,22 @@ def launches(elements: tuple[str, ...], *, images: bool, **options: Any) -> list
     return calls
 
 
+def training_launches(n_types: int, functions: int) -> list[Any]:
+    """The same of the kernels of a training step."""
+    long, short, n = torch.int64, torch.int32, 64
+    pairs = training.Pairs(
+        torch.zeros(n, 3), torch.zeros(n, dtype=short), torch.zeros(n, dtype=long), torch.zeros(n, dtype=short),
+        torch.zeros(n, dtype=long), torch.zeros(n, dtype=long), torch.ones(n_types, n_types), functions,
+    )  # fmt: skip
+    calls: list[Any] = []
+    for name in TRAINING:
+        setattr(training, name, Recorded(_TRAINING[name], calls))
+    training.radial_sums(pairs)
+    training.radial_forces(pairs, torch.zeros(n, n_types * functions))
+    training.radial_spread(pairs, torch.zeros(n, 3), torch.zeros(1, 9), torch.zeros(n, dtype=long))
+    return calls
+
+
 def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], target: GPUTarget) -> Any:
     """One kernel for a target, with the arguments of a launch."""
     signature, constants, attributes = {}, {}, {}
@@ -78,6 +97,7 @@ def main() -> None:
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(lanes))
     small = {"n_max": (2, 2), "basis_size": (3, 3), "hidden": (5,)}
     calls = launches(("Si", "C", "O", "N"), images=True, zbl="universal", l_max=2, switches=("q222", "q1111"), **small)
+    calls += training_launches(2, 7) + training_launches(7, 9)
     calls += launches(("Si",), images=False, l_max=3, switches=(), **{**small, "hidden": (5, 4)})
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder

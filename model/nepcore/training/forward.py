@@ -1,11 +1,13 @@
 """From parameters to energies, forces and virials of a batch, differentiable by the parameters.
 
-``sums`` is the way of training: see :mod:`nepcore.training.geometry`. The forms of the torch backends, by their names,
-compute the same from the coefficients of every pair.
+``sums`` is the way of training: see :mod:`nepcore.training.geometry`; ``kernels`` is the same with Triton's kernels
+for the radial pairs (:mod:`nepcore.training.kernels`). The forms of the torch backends, by their names, compute the
+same from the coefficients of every pair.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -17,7 +19,6 @@ from nepcore.physics import invariants
 from nepcore.potential import NEP
 
 from .geometry import (
-    Geometry,
     PairForces,
     PairMap,
     Sizes,
@@ -37,9 +38,14 @@ if TYPE_CHECKING:
 
     from .batches import Arrays
 
+_logger = logging.getLogger("nepcore")
+
 SUMS = "sums"
 BACKENDS = (SUMS, *FORMS)
-"""Names of the ways to compute."""
+"""Names of the ways to compute, on every device and in both precisions."""
+
+KERNELS = "kernels"
+"""One more, in single precision, on a GPU (and in Triton's interpreter)."""
 
 
 class Found(NamedTuple):
@@ -66,16 +72,32 @@ class Forward(Protocol):
 def make(
     backend: str, model: NepFile, dtype: torch.dtype, device: torch.device, *, compiled: bool = False
 ) -> Forward:  # fmt: skip
-    """The way of that name; ``compiled``: by code that torch makes (of ``sums`` alone).
+    """The way of that name; ``compiled``: by code that torch makes (of ``sums``, and of ``kernels`` the network).
 
     Raises:
         ModelError: There is none.
     """
     if backend == SUMS:
         return BySums(model, dtype, device, compiled=compiled)
+    if backend == KERNELS:
+        if dtype != torch.float32:
+            raise ModelError(f"backend {KERNELS} computes in float32; {SUMS} is the one for float64")
+        return ByKernels(model, dtype, device, compiled=compiled)
     if backend in FORMS:
         return ByForm(backend, model, dtype, device)
-    raise ModelError(f"there is no backend {backend!r} for training; there are: {', '.join(BACKENDS)}")
+    raise ModelError(f"there is no backend {backend!r} for training; there are: {', '.join((*BACKENDS, KERNELS))}")
+
+
+def usual(dtype: torch.dtype, device: torch.device) -> str:
+    """The way that is taken where none is named: kernels where they can be had."""
+    if dtype != torch.float32 or device.type != "cuda":
+        return SUMS
+    try:
+        from . import kernels  # noqa: F401
+    except ImportError as error:
+        _logger.info("training without kernels: %s", error)
+        return SUMS
+    return KERNELS
 
 
 class _Base:
@@ -104,7 +126,7 @@ class BySums(_Base):
             self._geometry, self._atoms = (torch.compile(f, dynamic=True) for f in (geometry_of, self._of_atoms))
             self._map = PairMap(torch.compile(forces_of, dynamic=True), torch.compile(spread_of, dynamic=True))
 
-    def prepare(self, arrays: Arrays, widths: tuple[int, int]) -> Geometry:
+    def prepare(self, arrays: Arrays, widths: tuple[int, int]) -> Any:
         """See :class:`Forward`."""
         slots = slots_of(arrays, widths, self.sizes.types, self.far)
         cutoffs = self.cutoff_radial, self.cutoff_angular
@@ -114,11 +136,10 @@ class BySums(_Base):
         self, parameters: dict[str, Tensor], q_scaler: Tensor, arrays: Arrays, prepared: object, forces: bool = True
     ) -> Found:
         """See :class:`Forward`."""
-        g = prepared
-        assert isinstance(g, Geometry)
+        g: Any = prepared
         temperature = arrays.temperature[arrays.frame] if self.shape.temperature else None
         energies, q, by_radial, by_angular = self._atoms(
-            parameters, q_scaler, g.slots.center, g.radial, g.angular, temperature
+            parameters, q_scaler, g.center, g.radial, g.angular, temperature
         )
         n_frames = len(arrays.atoms)
         if not forces:
@@ -152,6 +173,27 @@ class BySums(_Base):
         by_radial = (center[:, :, None] * by_s_r[:, None]).reshape(A, T * n_r) @ table.T  # (A, T k)
         by_angular = torch.bmm(c_a.transpose(1, 2), by_s_a)  # (A, T k, b)
         return energies, q, by_radial, by_angular
+
+
+class ByKernels(BySums):
+    """As :class:`BySums`, the radial pairs by Triton's kernels."""
+
+    def __init__(self, model: NepFile, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> None:
+        super().__init__(model, dtype, device)
+        if compiled:
+            self._atoms = torch.compile(self._of_atoms, dynamic=True)
+        try:
+            from . import kernels
+        except ImportError as error:
+            raise ModelError(f"backend {KERNELS} needs Triton: {error}") from error
+        self._geometry = kernels.geometry_of
+        self._map = PairMap(kernels.forces_of, kernels.spread_of)
+        self._inverse = 1.0 / self.cutoff_radial
+
+    def prepare(self, arrays: Arrays, widths: tuple[int, int]) -> Any:
+        """See :class:`Forward`."""
+        cutoffs = self._inverse, self.cutoff_angular
+        return self._geometry(arrays, widths[1], self.sizes, *cutoffs, self.far, self._harmonics)
 
 
 class ByForm(_Base):

@@ -8,7 +8,7 @@ the gradient of a loss by W is the same map the other way round. Nothing else of
 from __future__ import annotations
 
 from collections.abc import Callable  # noqa: TC003 - of a NamedTuple
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,18 +38,29 @@ class Slots(NamedTuple):
     unit: Tensor  # (3, A, w), zero where empty
 
 
-class Geometry(NamedTuple):
-    """Constants of a batch; b counts harmonics, k functions of the basis."""
+class Angular(NamedTuple):
+    """Constants of the angular neighbours, the first v slots; b counts harmonics, k functions of the basis."""
 
     slots: Slots
-    own: Tensor  # (A,) types
-    of_type: Tensor  # (A, T, w) one-hot types of the neighbours
-    slope: Tensor  # (A, w, k) derivatives of the radial basis
     table: Tensor  # (A, 2v, T k): the angular basis, then its derivatives, in the columns of the neighbour's type
     y: Tensor  # (A, v, b)
     turn: Tensor  # (A, v, 3, b): derivatives of the harmonics by the vector, 1/Å
+
+
+class Geometry(NamedTuple):
+    """Constants of a batch."""
+
+    angular_part: Angular
+    own: Tensor  # (A,) types
+    of_type: Tensor  # (A, T, w) one-hot types of the neighbours
+    slope: Tensor  # (A, w, k) derivatives of the radial basis
     radial: Tensor  # (A, T k) sums of the radial basis
     angular: Tensor  # (A, T k, b) sums of the angular basis times harmonics
+
+    @property
+    def center(self) -> Tensor:
+        """One-hot types, (A, T)."""
+        return self.angular_part.slots.center
 
 
 def slots_of(arrays: Arrays, widths: tuple[int, int], n_types: int, far: float) -> Slots:
@@ -93,36 +104,52 @@ def geometry_of(
         tables: Of the harmonics.
     """
     A = slots.r.shape[0]
-    T, v = sizes.types, width
-    one = torch.arange(T, device=types.device)
-    of_type = (slots.types[:, None, :] == one[:, None]).to(slots.r.dtype)  # (A, T, w)
+    of_type = _of_type(slots, sizes.types)
     f, slope = radial_functions(slots.r, cutoff_radial[types[:, None], slots.types], sizes.radial)
     radial = torch.bmm(of_type, f).reshape(A, -1)
+    part, angular = angular_of(slots, sizes, cutoff_angular, types, tables, width)
+    return Geometry(part, types, of_type, slope, radial, angular)
+
+
+def _of_type(slots: Slots, n_types: int) -> Tensor:
+    one = torch.arange(n_types, device=slots.types.device)
+    return (slots.types[:, None, :] == one[:, None]).to(slots.r.dtype)  # (A, T, w)
+
+
+def angular_of(
+    slots: Slots, sizes: Sizes, cutoff: Tensor, types: Tensor, tables: Harmonics, width: int | None = None
+) -> tuple[Angular, Tensor]:
+    """Constants of the angular neighbours, and the sums (A, T k, b); ``width``: v, if not all slots are angular."""
+    A, w = slots.r.shape
+    v = w if width is None else width
     tj, r, unit = slots.types[:, :v], slots.r[:, :v], slots.unit[:, :, :v]
-    basis = torch.cat(radial_functions(r, cutoff_angular[types[:, None], tj], sizes.angular), dim=1)  # (A, 2v, k)
-    mine = of_type[:, :, :v].transpose(1, 2).repeat(1, 2, 1)  # (A, 2v, T)
+    basis = torch.cat(radial_functions(r, cutoff[types[:, None], tj], sizes.angular), dim=1)  # (A, 2v, k)
+    one = torch.arange(sizes.types, device=types.device)
+    mine = (tj[:, :, None] == one).to(r.dtype).repeat(1, 2, 1)  # (A, 2v, T)
     table = (mine[..., None] * basis[:, :, None, :]).reshape(A, 2 * v, -1)
     direction = unit.permute(1, 2, 0).reshape(A * v, 3)
     found = values(direction, tables).view(A, v, 5, -1)
     y = found[:, :, 0]
     turn = found[:, :, 1:4] - direction.view(A, v, 3, 1) * found[:, :, 4:]
     turn = turn / r[:, :, None, None]
-    angular = torch.bmm(table[:, :v].transpose(1, 2), y)
-    return Geometry(slots, types, of_type, slope, table, y, turn, radial, angular)
+    return Angular(slots, table, y, turn), torch.bmm(table[:, :v].transpose(1, 2), y)
 
 
 class PairMap(NamedTuple):
-    """The linear map from derivatives by the sums to forces and virials, and the same map the other way round."""
+    """The linear map from derivatives by the sums to forces and virials, and the same map the other way round.
 
-    forces: Callable[[Geometry, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-    spread: Callable[[Geometry, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    Its first argument is the geometry that belongs to it.
+    """
+
+    forces: Callable[[Any, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    spread: Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class PairForces(torch.autograd.Function):
     """Forces and virials of the derivatives by the sums."""
 
     @staticmethod
-    def forward(ctx, radial: Tensor, angular: Tensor, geometry: Geometry, frame: Tensor, n_frames: int, by: PairMap):  # type: ignore[no-untyped-def]
+    def forward(ctx, radial: Tensor, angular: Tensor, geometry: Any, frame: Tensor, n_frames: int, by: PairMap):  # type: ignore[no-untyped-def]
         """∂E/∂M (A, T k) and (A, T k, b) → forces (A, 3), eV/Å, and virials (B, 9), eV."""
         ctx.geometry, ctx.frame, ctx.by = geometry, frame, by
         return by.forces(geometry, radial, angular, frame, n_frames)
@@ -138,45 +165,63 @@ def forces_of(
     geometry: Geometry, radial: Tensor, angular: Tensor, frame: Tensor, n_frames: int
 ) -> tuple[Tensor, Tensor]:
     """∂E/∂M (A, T k) and (A, T k, b) → forces (A, 3), eV/Å, and virials (B, 9), eV."""
-    slots = geometry.slots
+    slots = geometry.angular_part.slots
     A, T = geometry.of_type.shape[:2]
-    v = geometry.y.shape[1]
     table = radial.view(A, T, -1)
     # Both ends of a radial pair at once: lookups, where adding to the neighbour would be a scattered sum.
     here = torch.arange(A, device=radial.device)[:, None]
     weight = table[here, slots.types] + table[slots.neighbor, geometry.own[:, None]]  # (A, w, k)
     pull = (geometry.slope * weight).sum(dim=2) * slots.unit  # (3, A, w)
-    by = torch.bmm(geometry.table, angular)  # (A, 2v, b): by Y_b, then by r and Y_b
-    outward = (by[:, v:] * geometry.y).sum(dim=2)
-    sideways = (by[:, :v, None] * geometry.turn).sum(dim=3)  # (A, v, 3)
-    push = sideways.permute(2, 0, 1) + outward * slots.unit[:, :, :v]  # (3, A, v): angular ∂U_i/∂r_ij
-    forces = (pull.sum(dim=2) + push.sum(dim=2)).T
-    forces = forces.index_add(0, slots.neighbor[:, :v].reshape(-1), -push.reshape(3, -1).T)
+    forces, push = angular_forces(geometry.angular_part, angular)
     half = 0.5 * pull
-    half[:, :, :v] += push
-    return forces, virial_of(half, slots, frame, n_frames)
+    half[:, :, : push.shape[2]] += push
+    return forces + pull.sum(dim=2).T, virial_of(half, slots, frame, n_frames)
 
 
-def virial_of(push: Tensor, slots: Slots, frame: Tensor, n_frames: int) -> Tensor:
-    """−Σ r ⊗ ∂U/∂r of each frame, (B, 9), of the derivatives (3, A, w)."""
-    vector = slots.unit * slots.r
+def angular_forces(part: Angular, angular: Tensor) -> tuple[Tensor, Tensor]:
+    """∂E/∂M (A, T k, b) → forces (A, 3), eV/Å, and ∂U_i/∂r_ij of the angular slots, (3, A, v)."""
+    slots, v = part.slots, part.y.shape[1]
+    by = torch.bmm(part.table, angular)  # (A, 2v, b): by Y_b, then by r and Y_b
+    outward = (by[:, v:] * part.y).sum(dim=2)
+    sideways = (by[:, :v, None] * part.turn).sum(dim=3)  # (A, v, 3)
+    push = sideways.permute(2, 0, 1) + outward * slots.unit[:, :, :v]  # (3, A, v)
+    neighbor = slots.neighbor[:, :v].reshape(-1)
+    return push.sum(dim=2).T.index_add(0, neighbor, -push.reshape(3, -1).T), push
+
+
+def virial_of(push: Tensor, slots: Slots, frame: Tensor, n_frames: int, share: Tensor | None = None) -> Tensor:
+    """−Σ r ⊗ ∂U/∂r of each frame, (B, 9), of the derivatives (3, A, v) of the first slots.
+
+    ``share``: what else belongs to it, of each atom, (A, 9).
+    """
+    v = push.shape[2]
+    vector = slots.unit[:, :, :v] * slots.r[:, :v]
     own = torch.bmm(vector.permute(1, 0, 2), push.permute(1, 2, 0)).reshape(-1, 9)
-    return torch.zeros((n_frames, 9), dtype=own.dtype, device=own.device).index_add(0, frame, own, alpha=-1.0)
+    own = -own if share is None else share - own
+    return torch.zeros((n_frames, 9), dtype=own.dtype, device=own.device).index_add(0, frame, own)
 
 
 def spread_of(geometry: Geometry, by_forces: Tensor, by_virial: Tensor, frame: Tensor) -> tuple[Tensor, Tensor]:
     """Derivatives by forces (A, 3) and virials (B, 9) → derivatives by ∂E/∂M."""
-    slots = geometry.slots
-    A = len(frame)
-    v = geometry.y.shape[1]
-    vector = slots.unit * slots.r
-    own = by_virial[frame].reshape(A, 3, 3)
-    # Derivative of the loss by ∂U_i/∂r_ij.
-    shift = by_forces.T[:, :, None] - by_forces[slots.neighbor].permute(2, 0, 1)
-    shift = shift - torch.bmm(own.transpose(1, 2), vector.permute(1, 0, 2)).permute(1, 0, 2)  # (3, A, w)
+    slots = geometry.angular_part.slots
+    shift = shift_of(slots, slots.r.shape[1], by_forces, by_virial, frame)
     along = (shift * slots.unit).sum(dim=0)  # (A, w)
-    radial = torch.bmm(geometry.of_type, geometry.slope * along[..., None]).reshape(A, -1)
-    sideways = (shift[:, :, :v].permute(1, 2, 0)[..., None] * geometry.turn).sum(dim=2)  # (A, v, b)
-    outward = geometry.y * along[:, :v, None]
-    angular = torch.bmm(geometry.table.transpose(1, 2), torch.cat([sideways, outward], dim=1))
-    return radial, angular
+    radial = torch.bmm(geometry.of_type, geometry.slope * along[..., None]).reshape(len(frame), -1)
+    return radial, angular_spread(geometry.angular_part, shift)
+
+
+def angular_spread(part: Angular, shift: Tensor) -> Tensor:
+    """Derivatives by ∂U_i/∂r_ij of the first slots, (3, A, ≥ v) → derivatives by ∂E/∂M of the angular sums."""
+    v = part.y.shape[1]
+    shift = shift[:, :, :v]
+    sideways = (shift.permute(1, 2, 0)[..., None] * part.turn).sum(dim=2)  # (A, v, b)
+    outward = part.y * (shift * part.slots.unit[:, :, :v]).sum(dim=0)[:, :, None]
+    return torch.bmm(part.table.transpose(1, 2), torch.cat([sideways, outward], dim=1))
+
+
+def shift_of(slots: Slots, width: int, by_forces: Tensor, by_virial: Tensor, frame: Tensor) -> Tensor:
+    """Derivatives by forces and virials → by ∂U_i/∂r_ij of the first slots, (3, A, width)."""
+    vector = slots.unit[:, :, :width] * slots.r[:, :width]
+    own = by_virial[frame].reshape(-1, 3, 3)
+    shift = by_forces.T[:, :, None] - by_forces[slots.neighbor[:, :width]].permute(2, 0, 1)
+    return shift - torch.bmm(own.transpose(1, 2), vector.permute(1, 0, 2)).permute(1, 0, 2)

@@ -21,7 +21,7 @@ from .checkpoint import CheckpointError
 from .dataset import IN_MEMORY, check, chosen, fingerprint, split
 from .diagnosis import diagnose
 from .distributed import Group, device_of
-from .forward import SUMS
+from .forward import usual
 from .parameters import Layout
 from .preparation import (
     TrainingError,
@@ -82,7 +82,7 @@ class Training:
         valid: Frames to validate on; None: ``settings.valid_ratio`` of the training frames.
         directory: Where models and checkpoints go; None: nowhere.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1`` ...
-        backend: Way to compute, one of :data:`nepcore.training.forward.BACKENDS`.
+        backend: Way to compute, one of :data:`nepcore.training.forward.BACKENDS`, or ``kernels``; None: the usual one.
         start: Model to fine-tune: itself, a ``nep.txt`` or a checkpoint.
         keep_types: Keep elements of that model that no frame has.
         resume: ``auto`` (the directory's checkpoint, if there is one), or a checkpoint; None: from the start.
@@ -107,7 +107,7 @@ class Training:
 
     def __init__(
         self, settings: Settings, train: Frames, valid: Frames | None = None, *, directory: str | Path | None = None,
-        device: str = "auto", backend: str = SUMS, start: NepFile | str | Path | None = None,
+        device: str = "auto", backend: str | None = None, start: NepFile | str | Path | None = None,
         keep_types: bool = False, resume: str | Path | None = None, allow_new_data: bool = False, graphs: bool = True,
         compiled: bool = False, in_memory: float = IN_MEMORY,
     ) -> None:  # fmt: skip
@@ -159,8 +159,8 @@ class Training:
         scaler = torch.from_numpy(self._like.q_scaler).to(self.device, dtype)
         self._state = State.of(vector, self._like.bias)
         self._stepper = Stepper(
-            self._like, settings, self._layout, self._state, scaler, backend=backend, group=self.group, graphs=graphs,
-            compiled=compiled,
+            self._like, settings, self._layout, self._state, scaler, group=self.group, graphs=graphs, compiled=compiled,
+            backend=backend or usual(dtype, self.device),
         )  # fmt: skip
         self._stages = settings.stages()
         self._stage = 0

@@ -10,9 +10,11 @@ import torch
 
 import trainings
 from nepcore.calculator import Calculator
+from nepcore.errors import ModelError
+from nepcore.potential import DTYPES
 from nepcore.training.batches import assemble, widths
 from nepcore.training.dataset import Dataset, element_offsets
-from nepcore.training.forward import BACKENDS
+from nepcore.training.forward import BACKENDS, KERNELS, usual
 from nepcore.training.loss import TERMS
 from nepcore.training.parameters import Layout, scalers, start_model, without_types
 from nepcore.training.stepper import State, Stepper
@@ -27,7 +29,9 @@ KINDS = {
 }  # fmt: skip
 
 
-def made(backend: str = "sums", *, padded: bool = False, **changes: object) -> tuple[Stepper, list, list[float]]:
+def made(
+    backend: str = "sums", *, padded: bool = False, device: str = "cpu", **changes: object
+) -> tuple[Stepper, list, list[float]]:
     """A stepper with random parameters, a batch, and its numbers of labels."""
     settings = trainings.settings(**changes)
     frames = trainings.without(trainings.frames(4), energy=[1], forces=[2], virial=[0])
@@ -40,6 +44,7 @@ def made(backend: str = "sums", *, padded: bool = False, **changes: object) -> t
     scaler = torch.linspace(0.4, 1.3, model.dim, dtype=torch.float64)
     if settings.temperature:
         scaler[-1] = 0.001
+    vector, scaler = (t.to(device, DTYPES[settings.dtype]) for t in (vector, scaler))
     stepper = Stepper(model, settings, layout, State.of(vector, 0.3), scaler, backend=backend)
     arrays = assemble(data, np.arange(4), pad=padded)
     part = (arrays, widths(arrays, pad=padded))
@@ -57,6 +62,34 @@ def test_the_ways_to_compute_agree(kind: dict[str, object]) -> None:
         now = torch.stack(values).numpy()
         reference = now if reference is None else reference
         np.testing.assert_allclose(now, reference, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_kernels_agree_in_single_precision(kind: dict[str, object]) -> None:
+    """Losses and gradient of Triton's kernels, as near to double precision as plain torch in single precision."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def found(backend: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        stepper, parts, labels = made(backend, padded=True, dtype=dtype, device=device, **kind)
+        stepper.set(0.01, (1.0, 0.3, 0.2))
+        sums = stepper.errors(*parts[0])
+        return torch.cat([sums.weighted, sums.plain]).cpu().numpy(), stepper.gradient(parts, labels).cpu().numpy()
+
+    sums, gradient = found("sums", "float64")
+    for backend in ("sums", KERNELS):
+        values, slope = found(backend, "float32")
+        np.testing.assert_allclose(values, sums, rtol=5e-6)
+        assert np.linalg.norm(slope - gradient) < 5e-6 * np.linalg.norm(gradient)
+
+
+def test_kernels_are_for_single_precision() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ModelError, match="float32"):
+        made(KERNELS)
+    cuda = torch.device("cuda")
+    assert usual(torch.float32, cuda) == KERNELS
+    assert usual(torch.float64, cuda) == usual(torch.float32, torch.device("cpu")) == "sums"
 
 
 @pytest.mark.parametrize("form", ["mse", "rmse"])
