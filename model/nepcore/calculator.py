@@ -70,7 +70,7 @@ class Calculator:
         """Make a calculator of a model that is in memory already; arguments as of :func:`nepcore.load`."""
         if dtype not in DTYPES:
             raise ModelError(f"dtype must be float32 or float64, not {dtype!r}")
-        where = _find_device(device)
+        where = find_device(device)
         room = _memory(where) if memory is None else memory
         return cls(model, resolve.resolve(backend, model, where, dtype, room), str(where), dtype, room)
 
@@ -243,7 +243,7 @@ def _checked(predictions: Predictions) -> Predictions:
     return Predictions(predictions.counts, predictions.values, predictions.stress_known, errors)
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     """The device of that name.
 
     Raises:

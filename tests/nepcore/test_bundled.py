@@ -14,7 +14,8 @@ import nepcore
 from nepcore import Structure, bundled
 from nepcore.calculator import Calculator
 
-# Energies and forces of calorine 4.1 (CPUNEP, double precision) for the periodic structures of examples/metals.xyz.
+# Energies and forces of calorine 4.1 (CPUNEP, double precision) for the periodic structures of examples/metals.xyz:
+# written by examples/emt/reference.py.
 REFERENCES = json.loads(Path(__file__).with_name("demo_emt_calorine.json").read_text(encoding="utf-8"))
 
 

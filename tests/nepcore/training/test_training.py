@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+from collections import deque
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,55 @@ def test_resumed_within_an_epoch(tmp_path: Path, steps: int, monkeypatch: pytest
     second = Training(settings, frames, device="cpu", directory=tmp_path, resume=tmp_path / "checkpoint.pt")
     after = [r for r in [*before[:-1], *run(second)] if r.kind != "step"]
     assert [numbers(r) for r in after] == [numbers(r) for r in expected]
+
+
+def tensor_bytes(root: object) -> int:
+    """Bytes of all tensors that an object holds, itself or through others of the training."""
+    seen: set[int] = set()
+    held: dict[int, int] = {}
+    waiting = [root]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, dict):
+            waiting += thing.values()
+        elif isinstance(thing, (list, tuple, deque)):
+            waiting += thing
+        elif type(thing).__module__.startswith("nepcore"):
+            waiting += vars(thing).values()
+    return sum(held.values())
+
+
+def test_what_is_on_the_device_follows_the_batch_and_not_the_frames() -> None:
+    """Counted: what a step is given, and all that a training holds but its data, which stay on the host."""
+
+    def counted(n_frames: int, batch: int) -> tuple[int, int, int]:
+        one = trainings.frames(1, sizes=(8,))
+        frames = type(one).concatenate([one] * n_frames)
+        training = Training(trainings.settings(epochs=2, batch=batch, valid_ratio=0.25), frames, device="cpu")
+        given = []
+        real = training._stepper.step
+
+        def step(parts: Any, labels: Any) -> None:
+            given.append(sum(arrays.blob.nbytes for arrays, _ in parts))
+            real(parts, labels)
+
+        training._stepper.step = step  # type: ignore[method-assign]
+        run(training)
+        data = tensor_bytes([training._data, training._valid])
+        training._data = training._valid = None  # type: ignore[assignment]
+        return max(given), tensor_bytes(training), data
+
+    few, many, wide = counted(8, 3), counted(64, 3), counted(64, 12)
+    assert many[:2] == few[:2]
+    assert many[2] > 7 * few[2]
+    assert wide[0] > 3 * many[0]
+    assert wide[1] == many[1]
 
 
 def test_the_same_seed_is_the_same_training_and_another_is_not() -> None:
