@@ -4,18 +4,19 @@
     python bench/fused.py kernels [--systems ...]
     python bench/fused.py peers [--systems ...]
     python bench/fused.py drift [--systems ...] [--picoseconds 100] [--side density]
-    python bench/fused.py warm [--systems ...] [--large]
-    python bench/fused.py tiles [--systems ...]
+    python bench/fused.py warm [--systems ...] [--share 0/4]
+    python bench/fused.py tiles [--systems ...] [--share 0/4]
 
 ``figures``: for each system, ns an atom and step of the largest crystal (velocity Verlet on the device at 300 K, 1 fs,
 the list with its skin made anew whenever an atom moved half of it, all counted), the same from host arrays to host
 arrays, one step of 1,000 atoms and of 64 from host to host, and structures a second of 1,024 structures of 32 to 64
-atoms, neighbour search included. ``kernels``: time of each kernel, by batch. ``peers``:
-TorchNEP and nep-adapters (PyPI) on the same atoms; the latter's kernels have to be compiled by the driver at first use
-on a GPU that it was not built for, which takes minutes once (its cache keeps them). ``drift``: of the energy of NVE
-runs, here in float32 and, with ``--side density``, along a torch backend in float64. ``warm``: compiles
-the kernels, so that several processes can do so at a time before the others run. ``tiles``: device time of small
-batches with other shapes of programs. Medians; one JSON line a figure.
+atoms, neighbour search included; beside them the device's time, one replay after the other, and Python's.
+``kernels``: time of each kernel, by batch. ``tiles``: the device's time with other shapes of programs.
+``peers``: TorchNEP and nep-adapters (PyPI) on the same atoms; the latter's kernels have to be compiled by the driver at
+first use on a GPU that it was not built for, which takes minutes once (its cache keeps them).
+``drift``: of the energy of NVE runs, here in float32 and, with ``--side density``, along a torch backend in float64.
+``warm``: compiles the kernels, so that several processes can do so at a time before the others run.
+Medians; one JSON line a figure.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import contextlib
 import json
 import time
+import zlib
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -36,17 +39,20 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from triton.runtime.jit import JITFunction
 
 import nepcore
 from bench import systems
 from nepcore import Structure, Structures
 from nepcore.backends.fused import forward, large, small
+from nepcore.backends.fused.branches import Branches
 from nepcore.backends.fused.model import Shape
 from nepcore.elements import NUMBERS
 from nepcore.files import nep_txt
+from nepcore.structures import DEFAULT_PROPERTIES, PROPERTIES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from nepcore.backends.fused.backend import Fused
     from nepcore.backends.fused.forward import Tiles
@@ -153,9 +159,13 @@ def figures(options: argparse.Namespace) -> None:
         one, thousand = systems.small(name, 2).slice(1, 2), crystal(name, THOUSAND[name])
         many = systems.small(name, 1024)
         for label, block in (("one", one), ("1,000", thousand), ("1024 small", many)):
-            seconds = timed(partial(calculator.evaluate, block, wanted))
+            call = partial(calculator.evaluate, block, wanted)
+            seconds, device = timed(call), _replay(calculator, fused, block)
+            with patch.multiple(small.Slot, launch=lambda _: None, wait=lambda _: None):
+                host = timed(call)
             say(system=name, batch=label, atoms=block.n_atoms, us=1e6 * seconds,
-                structures_per_s=len(block) / seconds, ns_per_atom=1e9 * seconds / block.n_atoms)  # fmt: skip
+                structures_per_s=len(block) / seconds, ns_per_atom=1e9 * seconds / block.n_atoms,
+                device_us_a_piece=device, python_us=1e6 * host)  # fmt: skip
         big = crystal(name, options.repeat or LARGE[name])
         n = big.n_atoms
         before = torch.cuda.memory_allocated()
@@ -220,21 +230,21 @@ def kernels(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-SHAPES: dict[str, list[tuple[int, ...]]] = {
-    "radial_sums": [(8, 16, 4), (4, 16, 2), (2, 16, 1), (1, 32, 1)],
-    "radial_forces": [(4, 8, 1), (2, 16, 1), (1, 32, 1)],
-    "angular_sums": [(8, 4, 1), (4, 8, 1), (2, 16, 1), (1, 32, 1)],
-    "angular_forces": [(1, 32, 1), (2, 16, 1), (4, 8, 1)],
-    "network": [(1, 4, 8, 1), (1, 8, 4, 1)],
-    "gather": [(4, 8, 1), (2, 16, 1), (1, 32, 1)],
-    "slopes": [(32, 1)],
-    "weights": [(32, 1)],
+SHAPES: dict[str, list[Any]] = {
+    "radial_sums": [(8, 16, 4), (4, 16, 2), (2, 16, 1), (32, 4, 4)],
+    "radial_forces": [(4, 8, 1), (2, 16, 1)],
+    "angular_sums": [(8, 4, 1), (1, 32, 1), (16, 2, 1)],
+    "angular_forces": [(2, 16, 1)],
+    "network": [(1, 4, 8, 1), (2, 4, 8, 1)],
+    "ahead": [False],
+    "gather": [(16, 8, 4)],
+    "slopes": [(128, 4)],
 }
 """Other shapes of programs than the usual ones, see :class:`nepcore.backends.fused.forward.Tiles`."""
 
 BLOCKS: dict[str, list[dict[str, int]]] = {
-    "search": [{"centres": 1, "warps": 2}, {"centres": 1, "warps": 1}, {"centres": 2}],
-    "place": [{"atoms": 16, "mates": 64}],
+    "search": [{"centres": 2}, {"centres": 4, "warps": 4}],
+    "place": [{"atoms": 32, "mates": 128}],
 }
 
 
@@ -243,32 +253,48 @@ def tiles(options: argparse.Namespace) -> None:
     for name in options.systems:
         many = systems.small(name, 1024)
         batches = {"one": many.slice(1, 2), "1,000": crystal(name, THOUSAND[name]), "1024 small": many}
-        file = nep_txt.read(systems.MODELS[name])
-        usual = forward.tiles(Shape.of(file))
+        usual = forward.hasty(Shape.of(nep_txt.read(systems.MODELS[name])))
         cases: list[tuple[str, Any, Tiles, small.Blocks]] = [("usual", "", usual, small.Blocks())]
+        cases += [(what, "", usual, small.Blocks()) for what in ("without branches", "with copies")]
         cases += [(k, v, replace(usual, **{k: v}), small.Blocks()) for k, values in SHAPES.items() for v in values]
         cases += [(k, v, usual, small.Blocks()._replace(**v)) for k, values in BLOCKS.items() for v in values]
         for kernel, value, shape, blocks in cases:
             times = {}
-            with patch.object(forward, "tiles", lambda _, shape=shape: shape):
+            with (
+                patch.object(small, "hasty", lambda _, shape=shape: shape),
+                patch.object(small, "REACHED", 0 if kernel == "with copies" else small.REACHED),
+            ):
                 calculator = nepcore.load(systems.MODELS[name], device="cuda", backend="fused")
                 fused: Any = calculator._resolved.backend  # noqa: SLF001
                 fused.small_blocks = blocks
-                for label, block in batches.items():
-                    for _ in range(4):
-                        calculator.evaluate(block, ["energy", "forces"])
-                    # Pieces of a batch are of one size: what one takes is known from any.
-                    graphs = [slot.graph for slots in fused._slots.values() for slot in slots if slot.graph]  # noqa: SLF001
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    begin.record()
-                    for _ in range(50):
-                        graphs[-1].replay()
-                    end.record()
-                    end.synchronize()
-                    times[label] = round(begin.elapsed_time(end) * 1e3 / 50, 1)
+                if kernel == "without branches":
+                    fused.branches = Branches(torch.device("cpu"))
+                with compiling(options.share) as alone:
+                    for label, block in batches.items():
+                        if alone:
+                            calculator.evaluate(block, ["energy", "forces"])
+                        else:
+                            times[label] = _replay(calculator, fused, block)
             say(system=name, kernel=kernel, shape=str(value), us=times, fault=fused.fault)
-            del calculator, fused, graphs
+            del calculator, fused
             torch.cuda.empty_cache()
+
+
+def _replay(calculator: Calculator, fused: Any, block: Structures) -> float:
+    """µs of a replay of the graph that a block, or a piece of it, is evaluated by."""
+    for _ in range(4):
+        calculator.evaluate(block, ["energy", "forces"])
+    graphs = [slot.graph for slots in fused._slots.values() for slot in slots if slot.graph]  # noqa: SLF001
+    times = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(20):
+            graphs[-1].replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / 20)
+    return round(median(times), 1)
 
 
 def peers(options: argparse.Namespace) -> None:
@@ -280,8 +306,8 @@ def peers(options: argparse.Namespace) -> None:
         }  # fmt: skip
         for program in options.programs:
             for label, block in batches.items():
-                if program == "torchnep" and label == "1024 small":
-                    continue  # bench/backends.py has it
+                if label not in options.batches or (program == "torchnep" and label == "1024 small"):
+                    continue  # bench/backends.py has the latter
                 try:
                     begun = time.perf_counter()
                     call = {"nep-adapters": _nep_adapters, "torchnep": _torchnep}[program](name, block)
@@ -373,7 +399,7 @@ def drift(options: argparse.Namespace) -> None:
                 times.append(1e-3 * step)
                 energies.append(1e3 * dynamics.energy() / n)
                 kinetic.append(float(0.5 * (dynamics.v**2 / dynamics.per_mass).sum()))
-            if step in (2000, 5000) or (step >= 1000 and step % 10_000 == 0) or step == steps:
+            if step in {1500, 2000, 3000, 4000, 5000} or (step >= 1000 and step % 10_000 == 0) or step == steps:
                 fit, covariance = np.polyfit(times, energies, 1, cov="unscaled" if len(times) < 5 else True)
                 say(system=name, atoms=n, backend=backend, dtype="float32" if backend == "fused" else "float64",
                     picoseconds=1e-3 * step, drift_mev_per_atom_ps=float(fit[0]), error=float(covariance[0, 0] ** 0.5),
@@ -382,18 +408,48 @@ def drift(options: argparse.Namespace) -> None:
                     us_a_step=1e6 * (time.perf_counter() - begun) / step)  # fmt: skip
 
 
+@contextlib.contextmanager
+def compiling(share: str) -> Iterator[bool]:
+    """Compile instead of launching, of N kernels the K-th alone with a share K/N; yields whether that is so."""
+    k, of = (int(word) for word in share.split("/"))
+    if of == 1:
+        yield False
+        return
+    run = JITFunction.run
+
+    def compile_alone(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        del warmup
+        constants = [v for parameter, v in zip(kernel.params, args, strict=False) if parameter.is_constexpr]
+        if zlib.crc32(repr((kernel.__name__, constants)).encode()) % of == k:
+            run(kernel, *args, grid=grid, warmup=True, **options)
+
+    with patch.object(JITFunction, "run", compile_alone):
+        yield True
+
+
 def warm(options: argparse.Namespace) -> None:
     """Compile what the others use, so that several systems can do so at a time."""
     for name in options.systems:
         begun = time.perf_counter()
-        if options.large:
-            calculator = nepcore.load(systems.MODELS[name], device="cuda", backend="fused")
-            fused: Any = calculator._resolved.backend  # noqa: SLF001
-            Dynamics(fused, crystal(name, (14, 14, 14)), 300.0, 1.0).step()
-        else:
-            load(name)
+        calculator = nepcore.load(systems.MODELS[name], device="cuda", backend="fused")
+        fused: Any = calculator._resolved.backend  # noqa: SLF001
+        with compiling(options.share) as alone:
+            calculator.evaluate(systems.small(name, 2), ["energy", "forces"])
+            calculator.evaluate(crystal(name, THOUSAND[name]), ["energy", "forces"])
+            for properties in (DEFAULT_PROPERTIES, PROPERTIES) if options.properties else ():
+                calculator.evaluate(systems.small(name, 2), properties)
+            if alone:
+                block = crystal(name, (14, 14, 14))
+                state: Any = fused.follow(block)
+                state._make_room(64, 16)  # noqa: SLF001
+                state.update(large.box_of(block, fused.reach))
+                state.update()
+                for virials in (False, True) if options.properties else (False,):
+                    state.compute(large.Wanted(virials, descriptors=False))
+            else:
+                Dynamics(fused, crystal(name, (14, 14, 14)), 300.0, 1.0).step()
         torch.cuda.synchronize()
-        say(system=name, compiled="large" if options.large else "small", seconds=time.perf_counter() - begun)
+        say(system=name, share=options.share, seconds=time.perf_counter() - begun, fault=fused.fault)
 
 
 def main() -> None:
@@ -405,7 +461,9 @@ def main() -> None:
     parser.add_argument("--picoseconds", type=float, default=100.0, help="of drift, of the fused side; the other has 5")
     parser.add_argument("--programs", nargs="+", default=["nep-adapters", "torchnep"], help="of peers")
     parser.add_argument("--side", default="fused", help="of drift: fused, or a torch backend, in float64 then")
-    parser.add_argument("--large", action="store_true", help="of warm: the kernels of large structures instead")
+    parser.add_argument("--properties", action="store_true", help="of warm: everything, not energy and forces alone")
+    parser.add_argument("--batches", nargs="+", default=["one", "1,000", "1024 small", "large"], help="of peers")
+    parser.add_argument("--share", default="0/1", help="of warm and tiles: K/N, compile one of N kernels, launch none")
     options = parser.parse_args()
     commands = {
         "figures": figures, "kernels": kernels, "peers": peers, "drift": drift, "warm": warm, "tiles": tiles,

@@ -58,7 +58,7 @@ def launches(elements: tuple[str, ...], *, images: bool, **options: Any) -> list
     calls: list[Any] = []
     for name in KERNELS:
         setattr(chain, name, Recorded(_KERNELS[name], calls))
-    chain.forward(model, lists, outputs, scratch, chain.tiles(model.shape))
+    chain.forward(model, lists, outputs, scratch, (chain.hasty if images else chain.tiles)(model.shape))
     return calls
 
 

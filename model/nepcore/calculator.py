@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,11 +214,11 @@ def _checked(predictions: Predictions) -> Predictions:
     B = len(predictions)
     system: np.ndarray | None = None
     errors = dict(predictions.errors)
-    for name, array in predictions.values.items():
-        # One value that is not finite makes the sum so: nearly every array passes here, in one pass.
-        with np.errstate(all="ignore"):
-            if np.isfinite(array.sum()):
-                continue
+    # One value that is not finite makes the sum so: nearly every array passes here, in one pass.
+    with np.errstate(all="ignore"):
+        doubtful = [name for name, array in predictions.values.items() if not isfinite(array.sum())]
+    for name in doubtful:
+        array = predictions.values[name]
         finite = np.isfinite(array.reshape(len(array), -1)).all(axis=1) if len(array) else np.ones(0, bool)
         if name == "stress":
             finite |= ~predictions.stress_known

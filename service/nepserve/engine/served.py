@@ -41,6 +41,9 @@ _TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 _CROWDED = 0.45
 """Distance of neighbours in warm-up crystals as a share of the cutoff: some 46 neighbours an atom."""
 
+_LARGE = 21
+"""Edge, in atoms, of a crystal that counts as large everywhere: 9,261 atoms."""
+
 
 @dataclass
 class Served:
@@ -131,7 +134,7 @@ def load(
         limit.recall(calculator.learned_limit())  # type: ignore[attr-defined]
         limit.keep = keep
     warmup = []
-    blocks = _warmup_blocks(calculator.model)
+    blocks = _warmup_blocks(calculator.model, large=not calculator.device.startswith("cpu"))
     for done, (what, block, properties) in enumerate(blocks):
         yield {"stage": "warmup", "done": done, "total": len(blocks), "what": what}
         started = time.perf_counter()
@@ -219,18 +222,26 @@ def _use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _warmup_blocks(model: Any) -> list[tuple[str, Structures, tuple[str, ...]]]:
-    """Small structures of every kind that the code treats in its own way, and what to ask of each."""
+def _warmup_blocks(model: Any, *, large: bool) -> list[tuple[str, Structures, tuple[str, ...]]]:
+    """Structures of every kind that the code treats in its own way, and what to ask of each; small ones if not large.
+
+    What is compiled for a large structure, on a GPU, is not to be waited for by the first who sends one.
+    """
     atom = _molecule(model, 1)
     pair = _molecule(model, 2)
     crystals = [_crystal(model, n) for n in (1, 2, 4)]
-    return [
+    blocks = [
         ("an isolated atom", _pack(model, [atom]), DEFAULT_PROPERTIES),
         ("a pair of atoms", _pack(model, [pair]), DEFAULT_PROPERTIES),
         ("a crystal of 8 atoms", _pack(model, crystals[1:2]), tuple(PROPERTIES)),
         ("a crystal of 64 atoms", _pack(model, crystals[2:]), DEFAULT_PROPERTIES),
         ("a mixed batch", _pack(model, [atom, crystals[0], pair, *crystals]), DEFAULT_PROPERTIES),
     ]
+    if large:
+        crystal = _pack(model, [_crystal(model, _LARGE)])
+        what = f"a crystal of {crystal.n_atoms:,} atoms"
+        blocks += [(what, crystal, properties) for properties in (DEFAULT_PROPERTIES, ("energy", "forces"))]
+    return blocks
 
 
 def _pack(model: Any, items: list[Structure]) -> Structures:

@@ -72,6 +72,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
         4,
     ),
     (totals.sum_partial, {"partial": "f64", "total": "f64"}, {"BLOCK": 64}, 4),
+    (totals.copy_words, {}, {"BLOCK": 512}, 4),
     (totals.put_back, {"source": "f32", "target": "f32"}, {"W": 3, "PADDED": 4, "BLOCK": 256}, 4),
 ]
 """Kernel, kinds of its arguments other than pointers to int32 (and int32 for names that look like numbers),

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from nepcore.backends.fused import cells, large, search, small
 from nepcore.backends.fused.backend import Fused, room
+from nepcore.backends.fused.branches import Branches
 
 if TYPE_CHECKING:
     from nepcore.backends.fused.lists import Lists, Tables
@@ -41,7 +42,7 @@ def tables() -> Tables:
 
 def searched(structures: Structures, radial: int = 512, angular: int = 256) -> small.Slot:
     size = small.Size(-(-structures.n_atoms // 64) * 64, len(structures) + 2, radial, angular, False, False)
-    slot = small.Slot(tables(), size, small.INTERPRETED if INTERPRETED else small.Blocks())
+    slot = small.Slot(tables(), size, small.INTERPRETED if INTERPRETED else small.Blocks(), Branches(DEVICE))
     slot.fill(structures)
     slot.launch()
     slot.wait()
@@ -149,7 +150,7 @@ def test_lists_of_a_large_structure(no_forward: None, pbc: tuple[bool, bool, boo
     cell = np.eye(3) * edge + rng.normal(0, 0.1, (3, 3))
     species = [MODEL.elements[t] for t in rng.integers(0, 3, n)]
     one = Structures.pack([Structure.make(species, rng.random((n, 3)) @ cell, cell, pbc)])
-    state = large.Large(tables(), one, large.INTERPRETED if INTERPRETED else large.Blocks())
+    state = large.Large(tables(), one, large.INTERPRETED if INTERPRETED else large.Blocks(), Branches(DEVICE))
     wanted = large.Wanted(False, False)
     for step in range(3):
         state.put(one.positions)

@@ -149,13 +149,13 @@ def angular_slopes(
 
 @triton.jit(do_not_specialize=["N", "MA"])
 def angular_forces(
-    rows, structure, cells, units, index, image, count, c, inverse_rc, slopes, push, forces,
+    rows, structure, cells, units, index, image, count, c, inverse_rc, slopes, push, pull,
     N, MA, P,
     N_A: tl.constexpr, N_ROW: tl.constexpr, K: tl.constexpr, C_FUNCTIONS: tl.constexpr, C_ROW: tl.constexpr,
     L: tl.constexpr, GROUP: tl.constexpr, IMAGES: tl.constexpr,
     A: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """G_ij = ∂U_i/∂r_ij of A atoms, G neighbours at a time: push (N, MA, 4); their sum is added to the forces.
+    """G_ij = ∂U_i/∂r_ij of A atoms, G neighbours at a time: push (N, MA, 4), and their sum: pull (N, 4).
 
     With D_nb = ∂U_i/∂s_nb, P_b = Σ_n D_nb g_n and Q_b = Σ_n D_nb g_n′:
     G = r̂ Σ_b Q_b Y_b + (1/r) (1 − r̂ r̂ᵀ) Σ_b P_b ∇Y_b.
@@ -245,19 +245,21 @@ def angular_forces(
     i = tl.program_id(0) * A + tl.arange(0, A)
     inside = i < N
     wide = i.to(tl.int64)
-    for d in tl.static_range(3):
-        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + over(force[d], A, G)
-        tl.store(forces + 3 * wide + d, value, mask=inside)
+    nothing = tl.zeros([A], tl.float32)
+    put_quad(pull + 4 * wide, over(force[0], A, G), over(force[1], A, G), over(force[2], A, G), nothing, inside)
 
 
 @triton.jit(do_not_specialize=["N", "MA"])
 def angular_gather(
-    rows, structure, cells, units, index, image, count, reverse, push, forces, virials,
+    rows, structure, cells, units, index, image, count, reverse, push, pull, forces, target, virials,
     N, MA,
     IMAGES: tl.constexpr, VIRIALS: tl.constexpr,
     A: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """What the neighbours' energies do: F_i −= Σ_j G_ji, W_i += Σ_j r_ij ⊗ G_ji, each found by its reverse pair."""
+    """F_i += Σ_j (G_ij − G_ji), W_i += Σ_j r_ij ⊗ G_ji, each G_ji found by its reverse pair.
+
+    The forces of all other parts are read from ``forces``, and ``target`` gets the whole.
+    """
     i, slot = lanes_of(A, G)
     inside = i < N
     n_slots = tl.load(count + i, mask=inside, other=0)
@@ -291,8 +293,9 @@ def angular_gather(
     inside = i < N
     wide = i.to(tl.int64)
     for d in tl.static_range(3):
-        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0) + over(force[d], A, G)
-        tl.store(forces + 3 * wide + d, value, mask=inside)
+        value = tl.load(forces + 3 * wide + d, mask=inside, other=0.0)
+        value += tl.load(pull + 4 * wide + d, mask=inside, other=0.0)
+        tl.store(target + 3 * wide + d, value + over(force[d], A, G), mask=inside)
     if VIRIALS:
         for d in tl.static_range(9):
             value = tl.load(virials + 9 * wide + d, mask=inside, other=0.0) + over(virial[d], A, G)

@@ -14,6 +14,7 @@ from nepcore.errors import ModelError
 from nepcore.structures import PER_ATOM, PROPERTIES, Predictions
 
 from . import large, small
+from .branches import Branches
 from .lists import Tables
 from .model import prepare, unfit
 
@@ -76,14 +77,17 @@ class Fused:
         self._make_fallback = fallback
         self._fallback: Backend | None = None
         self._models: OrderedDict[tuple[int, ...], Tables] = OrderedDict()
+        self._last: tuple[bytes, Any] = (b"", None)
         self._slots: OrderedDict[tuple[Any, ...], list[small.Slot]] = OrderedDict()
         self._slot_bytes = 0
         self._corrected: dict[tuple[int, int], tuple[int, int]] = {}
+        self._capacity = (-1.0, (0, 0))
         self._large: list[large.Large] = []
         self._pool: Any = None
         interpreted = device.type != "cuda"
         self.small_blocks = small.INTERPRETED if interpreted else small.Blocks()
         self.large_blocks = large.INTERPRETED if interpreted else large.Blocks()
+        self.branches = Branches(device)
 
     @property
     def block(self) -> Fused:
@@ -122,6 +126,15 @@ class Fused:
 
     def tensors(self, numbers: NDArray[np.uint8]) -> Tables:
         """What the kernels read of the model, for the elements of these atoms."""
+        if len(numbers) <= SMALL:
+            # The step of a simulation has the atoms of the one before.
+            atoms = numbers.tobytes()
+            if atoms != self._last[0]:
+                self._last = atoms, self._tensors(numbers)
+            return self._last[1]
+        return self._tensors(numbers)
+
+    def _tensors(self, numbers: NDArray[np.uint8]) -> Tables:
         count = len(self.file.elements)
         if count <= ALL_TYPES:
             present = tuple(range(count))
@@ -159,7 +172,7 @@ class Fused:
         if free:
             self._slots.move_to_end(key)
             return free.pop()
-        slot = small.Slot(tables, size, self.small_blocks)
+        slot = small.Slot(tables, size, self.small_blocks, self.branches)
         self._slot_bytes += slot.bytes
         while self._slot_bytes > _SLOT_SHARE * self.memory and self._slots:
             _, unused = self._slots.popitem(last=False)
@@ -183,6 +196,11 @@ class Fused:
 
     def capacity(self, expected: float) -> tuple[int, int]:
         """Slots for radial and angular neighbours, from the largest number expected by density."""
+        if expected != self._capacity[0]:
+            self._capacity = expected, self._guess(expected)
+        return self._capacity[1]
+
+    def _guess(self, expected: float) -> tuple[int, int]:
         guess = room(1.2 * expected + 6.0), room(1.3 * expected * self._angular_share + 6.0)
         return self._corrected.get(guess, guess)
 
@@ -194,6 +212,7 @@ class Fused:
             if found == (size.radial, size.angular):
                 self._corrected[guess] = (radial, angular)
         self._corrected[size.radial, size.angular] = (radial, angular)
+        self._capacity = (-1.0, (0, 0))
         return size._replace(radial=radial, angular=angular)
 
     def follow(self, structures: Structures) -> large.Large | None:
@@ -203,14 +222,14 @@ class Fused:
                 self._large.remove(state)
                 self._large.append(state)
                 return state
-        n, expected = structures.n_atoms, float(self.admission.neighbors(structures)[0])
-        if n > large.MOST_ATOMS or n * (_ATOM_BYTES + 1.5 * _NEIGHBOR_BYTES * expected) > self.memory:
+        n, tables = structures.n_atoms, self.tensors(structures.numbers)
+        if n > large.MOST_ATOMS or n * large.bytes_of(tables, self.admission.neighbors(structures)[0]) > self.memory:
             return None
         while len(self._large) >= _MOST_LARGE or (
             self._large and sum(s.bytes for s in self._large) > 0.5 * self.memory
         ):
             del self._large[0]
-        state = large.Large(self.tensors(structures.numbers), structures, self.large_blocks)
+        state = large.Large(tables, structures, self.large_blocks, self.branches)
         self._large.append(state)
         return state
 
@@ -269,13 +288,14 @@ class Task:
         self.errors: dict[int, StructureError] = {}
         self.longest = 0  # atoms of the largest structure
         self.done = np.zeros(B, bool)
+        self.left = B
 
     def run(self) -> Generator[int, None, None]:
         """Evaluate what the kernels can."""
         counts = self.structures.counts
         if not len(counts):
             return
-        self.longest = int(counts.max())
+        self.longest = int(counts.max()) if len(counts) > 1 else self.structures.n_atoms
         if self.longest <= SMALL:
             yield from self._small(self.structures, None)
             return
@@ -289,12 +309,10 @@ class Task:
         backend = self.backend
         tables = backend.tensors(block.numbers)
         expected = backend.admission.neighbors(block)
-        most = float(expected.max())
-        limit = min(CHUNK, int(0.1 * backend.memory / (_ATOM_BYTES + _NEIGHBOR_BYTES * backend.capacity(most)[0])))
-        # Pieces of about one length: the last one is not to wait for a large one before it.
-        limit = min(limit, -(-block.n_atoms // max(1, -(-block.n_atoms // max(1, limit)))))
-        flying: deque[tuple[small.Slot, int, int]] = deque()
         start, B = 0, len(block)
+        most = float(expected.max()) if B > 1 else float(expected[0])
+        limit = block.n_atoms if B == 1 else self._piece(block.n_atoms, most)
+        flying: deque[tuple[small.Slot, int, int]] = deque()
         offsets = block.offsets
         try:
             while start < B:
@@ -321,6 +339,13 @@ class Task:
             for slot, _, _ in flying:
                 slot.wait()
                 backend.give(slot)
+
+    def _piece(self, atoms: int, expected: float) -> int:
+        """Atoms that are evaluated at a time."""
+        backend = self.backend
+        limit = min(CHUNK, int(0.1 * backend.memory / (_ATOM_BYTES + _NEIGHBOR_BYTES * backend.capacity(expected)[0])))
+        # Pieces of about one length: the last one is not to wait for a large one before it.
+        return min(limit, -(-atoms // max(1, -(-atoms // max(1, limit)))))
 
     def _land(
         self, flying: deque[tuple[small.Slot, int, int]], block: Structures, chosen: NDArray[np.int64] | None
@@ -353,7 +378,9 @@ class Task:
         self.done[where] = done
         flying.popleft()
         self.backend.give(slot)
-        return n if done.all() else int(block.counts[start:stop][done].sum())
+        well = int(np.count_nonzero(done))
+        self.left -= well
+        return n if well == S else int(block.counts[start:stop][done].sum())
 
     def _atoms(self, where: NDArray[np.int64]) -> NDArray[np.int64]:
         from nepcore.structures import ragged_arange
@@ -384,13 +411,14 @@ class Task:
         if self.virial is not None:
             self.virial[i] = total[:9]
         self.done[i] = well
+        self.left -= well
         yield one.n_atoms if well else 0
 
     def finish(self) -> Generator[int, None, None]:
         """Evaluate what is left by the torch backend, which also finds the words for what is wrong."""
-        left = np.flatnonzero(~self.done)
-        if not len(left):
+        if not self.left:
             return
+        left = np.flatnonzero(~self.done)
         rest = self.structures.select(left)
         wanted = self.properties | {"energy"} | ({"virial"} if self.virials else set())
         part = yield from self.backend.fallback.run(rest, frozenset(wanted))

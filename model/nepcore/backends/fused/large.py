@@ -11,7 +11,7 @@ import torch
 from nepcore.batch import compact_cells, complete_cells
 
 from . import cells, search, skin, totals
-from .forward import forward, scratch
+from .forward import REVERSE, forward, scratch
 from .lists import Lists, Outputs
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from nepcore.structures import Structures
 
+    from .branches import Branches
     from .lists import Tables
 
 SKIN = 1.0
@@ -95,6 +96,15 @@ def box_of(structures: Structures, reach: float) -> Box | None:
     return Box(frame, (cell / 2.0**32).astype(np.float32).reshape(-1), heights)
 
 
+def bytes_of(tables: Tables, expected: float) -> float:
+    """Memory on the device that an atom takes, with so many neighbours within the radial cutoff, and virials wanted."""
+    radial, angular = tables.cutoff_radial, tables.cutoff_angular
+    density = 1.1 * expected / radial**3
+    mr, ma = (int(density * (cutoff + SKIN) ** 3) + 16 for cutoff in (radial, angular))
+    arrays = scratch(tables.model, 1, mr, ma, virials=True).values()
+    return 250.0 + 8 * mr + 8 * ma + sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
+
+
 class Large:
     """A structure on the device, with the list of its neighbours.
 
@@ -102,6 +112,7 @@ class Large:
         tables: The model's tensors.
         structures: A block of one structure: the atoms and the cell; see :meth:`follows`.
         blocks: Shapes of the programs.
+        branches: Streams beside the current one.
 
     Attributes:
         positions: Å, (N, 3) float64, on the device; to be written before :meth:`update`.
@@ -112,8 +123,8 @@ class Large:
         rebuilds: How often the list was made.
     """
 
-    def __init__(self, tables: Tables, structures: Structures, blocks: Blocks) -> None:
-        self.tables, self.model, self.blocks = tables, tables.model, blocks
+    def __init__(self, tables: Tables, structures: Structures, blocks: Blocks, branches: Branches) -> None:
+        self.tables, self.model, self.blocks, self._branches = tables, tables.model, blocks, branches
         self.device = tables.place.device
         self.numbers = structures.numbers.copy()
         self.pbc, self.cell = structures.pbc.copy(), structures.cells.copy()
@@ -334,11 +345,14 @@ class Large:
             self.tables.cutoff_angular**2, search.COINCIDENT, search.SAME_PLACE**2, blocks.centres, blocks.slots,
             num_warps=4,
         )  # fmt: skip
-        search.find_reverse[(-(-n // blocks.centres),)](
-            lists.angular_index, lists.angular_index, lists.angular_count, lists.angular_reverse, n, ma, False,
-            blocks.centres, blocks.pairs, blocks.pairs, num_warps=4,
-        )  # fmt: skip
-        forward(model, lists, outputs, scratched)
+        branches = self._branches
+        with branches.aside(REVERSE):
+            search.find_reverse[(-(-n // blocks.centres),)](
+                lists.angular_index, lists.angular_index, lists.angular_count, lists.angular_reverse, n, ma, False,
+                blocks.centres, blocks.pairs, blocks.pairs, num_warps=4,
+            )  # fmt: skip
+        forward(model, lists, outputs, scratched, None, branches)
+        branches.join(REVERSE)
         for source, target, width in (
             (outputs.forces, self.forces, 3), (outputs.energy, self.energies, 1), (outputs.virials, self.virials, 9),
             (outputs.descriptors, self.descriptors, model.dim),

@@ -10,16 +10,21 @@ from .pairs import basis, basis_slopes, centres, lanes_of, length, neighbour, ov
 
 @triton.jit(do_not_specialize=["N", "MR"])
 def radial_sums(
-    rows, structure, cells, units, index, image, count, c, inverse_rc, q,
+    rows, structure, cells, units, index, image, count, c, inverse_rc, q, tally,
     N, MR, P,
     N_R: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, APART: tl.constexpr, IMAGES: tl.constexpr,
     A: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """q_n(i) = Σ_j g_n(r_ij) of A atoms, G neighbours at a time: q (n, N), not scaled.
+    """q_n(i) = Σ_j g_n(r_ij) of A atoms, G neighbours at a time: q (n, N), not scaled. ``tally`` (P,) becomes zero.
 
     With APART elements kept apart, basis functions are summed over the neighbours of each, and coefficients come in
     once an atom; with 0 they come in for every pair.
     """
+    if tl.program_id(0) == 0:
+        t = 0
+        while t < P:
+            tl.store(tally + t, 0)
+            t += 1
     i, slot = lanes_of(A, G)
     inside = i < N
     centre, ti, s, cell = centres(rows, structure, cells, i, inside)

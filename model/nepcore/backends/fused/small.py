@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from . import cells, search, totals
-from .forward import forward, scratch
+from .forward import RADIAL, REVERSE, forward, hasty, scratch
 from .lists import Lists, Outputs
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from nepcore.structures import Structures
 
+    from .branches import Branches
     from .lists import Tables
 
 
@@ -41,19 +42,23 @@ class Size(NamedTuple):
 class Blocks(NamedTuple):
     """Shapes of the programs; results do not depend on them. The interpreter likes them large."""
 
-    atoms: int = 32  # lanes that place atoms
-    mates: int = 128  # atoms that each is compared with
-    centres: int = 4  # atoms a program of the search
+    atoms: int = 16  # lanes that place atoms
+    mates: int = 256  # atoms that each is compared with
+    centres: int = 1  # atoms a program of the search
     others: int = 64
     centres_alone: int = 1  # the same where structures are larger than MANY
     others_alone: int = 256
     pairs: int = 16  # pairs whose reverse is looked for at a time
     slots: int = 16  # slots that are looked at
     sums: int = 128
-    warps: int = 4
+    warps: int = 2
+    words: int = 512  # of a copy
 
 
-INTERPRETED = Blocks(64, 64, 64, 64, 64, 64, 64, 64, 64)
+INTERPRETED = Blocks(64, 64, 64, 64, 64, 64, 64, 64, 64, words=4096)
+
+REACHED = 1 << 16
+"""Bytes up to which kernels read and write the host's memory themselves, each way: a copy takes longer to begin."""
 
 MANY = 256
 """Atoms beyond which a program of the search takes few atoms and many others at a time."""
@@ -83,6 +88,10 @@ def inputs(size: Size) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     }  # fmt: skip
 
 
+_FORCES = 5
+"""Where the forces stand among the outputs."""
+
+
 def outputs(size: Size, dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """What comes back."""
     n, s = size.atoms, size.structures
@@ -90,6 +99,7 @@ def outputs(size: Size, dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtyp
         "total": ((s,), torch.float64), "virial": ((s, 9), torch.float64), "energy": ((n,), torch.float64),
         "state": ((s,), torch.int32), "most": ((4,), torch.int32), "forces": ((n, 3), torch.float32),
     }  # fmt: skip
+    assert len(fields) == _FORCES + 1
     if size.virials:
         fields["virials"] = ((n, 9), torch.float32)
     if size.descriptors:
@@ -105,11 +115,13 @@ class Slot:
         tables: The model's tensors.
         size: Capacities.
         blocks: Shapes of the programs.
+        branches: Streams beside the current one.
     """
 
     tables: Tables
     size: Size
     blocks: Blocks
+    branches: Branches
 
     def __post_init__(self) -> None:
         device = self.tables.place.device
@@ -130,6 +142,10 @@ class Slot:
         self.host_out = {name: view.numpy() for name, view in _part(fields_out, self._host_out).items()}
         self._in = _part(fields_in, self._device_in)
         self._out = _part(fields_out, self._device_out)
+        self._reached = max(len(self._host_in), len(self._host_out)) <= REACHED
+        self._near_in = _part(fields_in, self._host_in) if self._reached else self._in
+        self._near_forces = _part(fields_out, self._host_out)["forces"] if self._reached else None
+        self._before_forces = _bytes({name: fields_out[name] for name in list(fields_out)[:_FORCES]})
         n, s, mr, ma = size.atoms, size.structures, size.radial, size.angular
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -148,6 +164,7 @@ class Slot:
         )
         wanted = scratch(model, n, mr, ma, virials=size.virials, descriptors=size.descriptors)
         self._scratch = {name: empty(*shape, dtype=dtype) for name, (shape, dtype) in wanted.items()}
+        self._tiles = hasty(model.shape) if pinned else None
         self.done = torch.cuda.Event() if pinned else None
         self.graph: Any = None
         self.uses = 0
@@ -196,15 +213,21 @@ class Slot:
         self.graph = graph
 
     def _chain(self) -> None:
-        self._device_in.copy_(self._host_in, non_blocking=True)
-        given, out, lists, size, blocks = self._in, self._out, self.lists, self.size, self.blocks
+        given, near, out, lists, size, blocks = self._in, self._near_in, self._out, self.lists, self.size, self.blocks
         model, place, cutoff_radial, cutoff_angular = self.tables
-        n, s = size.atoms, size.structures
+        branches, n, s = self.branches, size.atoms, size.structures
+        if self._reached:
+            with branches.aside(REVERSE):
+                self._copy(self._host_in, self._device_in)
+        else:
+            self._device_in.copy_(self._host_in, non_blocking=True)
         cells.prepare_cells[(s,)](
-            given["cells"], given["pbc"], given["positions"], given["offsets"], self._frames, lists.cells, lists.units,
+            near["cells"], near["pbc"], near["positions"], near["offsets"], self._frames, lists.cells, lists.units,
             self._spans, out["state"], out["most"], cutoff_radial, cells.COARSEST,
             cells.MOST_CANDIDATES, cells.ELSEWHERE, cells.FRAME, cells.SPAN, blocks.sums, num_warps=1,
         )  # fmt: skip
+        if self._reached:
+            branches.join(REVERSE)
         many = model.elements > 1
         cells.place_atoms[(-(-n // blocks.atoms),)](
             given["positions"], given["numbers"], place, given["structure"], given["offsets"], given["pbc"],
@@ -218,16 +241,38 @@ class Slot:
             cutoff_angular**2, many, cells.SPAN, search.COINCIDENT, search.SAME_PLACE**2,
             centres, others, num_warps=blocks.warps,
         )  # fmt: skip
-        search.find_reverse[(-(-n // blocks.centres),)](
-            lists.angular_index, lists.angular_image, lists.angular_count, lists.angular_reverse, n, size.angular,
-            True, blocks.centres, blocks.pairs, blocks.slots, num_warps=blocks.warps,
+        with branches.aside(REVERSE):
+            search.find_reverse[(-(-n // blocks.centres),)](
+                lists.angular_index, lists.angular_image, lists.angular_count, lists.angular_reverse, n, size.angular,
+                True, blocks.centres, blocks.pairs, blocks.slots, num_warps=blocks.warps,
+            )  # fmt: skip
+        forces_alone = self._reached and not (size.virials or size.descriptors)
+        forward(
+            model, lists, self.outputs, self._scratch, self._tiles, branches,
+            self._near_forces if forces_alone else None,
         )  # fmt: skip
-        forward(model, lists, self.outputs, self._scratch)
-        totals.sum_structures[(s,)](
-            out["energy"], out.get("virials", out["forces"]), given["offsets"], out["total"], out["virial"],
-            size.virials, blocks.sums, num_warps=4,
-        )  # fmt: skip
-        self._host_out.copy_(self._device_out, non_blocking=True)
+        # Energies are ready before forces; virials are not.
+        with branches.aside(RADIAL, again=not size.virials):
+            totals.sum_structures[(s,)](
+                out["energy"], out.get("virials", out["forces"]), given["offsets"], out["total"], out["virial"],
+                size.virials, blocks.sums, num_warps=4,
+            )  # fmt: skip
+            if forces_alone:
+                self._copy(self._device_out[: self._before_forces], self._host_out)
+        branches.join(RADIAL, REVERSE)
+        if forces_alone:
+            return
+        if self._reached:
+            self._copy(self._device_out, self._host_out)
+        else:
+            self._host_out.copy_(self._device_out, non_blocking=True)
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy bytes by a kernel."""
+        words = len(source) // 4
+        totals.copy_words[(-(-words // self.blocks.words),)](
+            source.view(torch.int32), target.view(torch.int32), words, self.blocks.words, num_warps=4
+        )
 
 
 _BITS = np.array([1, 2, 4], np.int32)

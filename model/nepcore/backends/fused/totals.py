@@ -71,3 +71,10 @@ def put_back(source, place, target, N, W: tl.constexpr, PADDED: tl.constexpr, BL
     wanted = (i < N)[:, None] & (column < W)[None, :]
     value = tl.load(source + W * at[:, None] + column[None, :], mask=wanted)
     tl.store(target + W * i.to(tl.int64)[:, None] + column[None, :], value, mask=wanted)
+
+
+@triton.jit(do_not_specialize=["N"])
+def copy_words(source, target, N, BLOCK: tl.constexpr):
+    """N numbers of 32 bits, from or to memory of the host that the device sees."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + i, tl.load(source + i, mask=i < N), mask=i < N)
