@@ -152,8 +152,16 @@ def predict(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     backend: Annotated[str, typer.Option(help="How the physics is computed.")] = "auto",
-    url: Annotated[str | None, typer.Option(help="Let this server evaluate.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="NEPSERVE_API_KEY", help="The server's key.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Several devices: all, numbers of GPUs such as 0,1, or cpu:N; an engine each.")
+    ] = None,
+    url: Annotated[
+        list[str] | None, typer.Option(help="Let this server evaluate; several share the work, or file:PATH of them.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="NEPSERVE_API_KEY", help="The servers' key.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where a run with the same arguments was cut off.")
+    ] = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave frames out that cannot be evaluated.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no summary.")] = False,
 ) -> None:
@@ -161,18 +169,23 @@ def predict(
     from . import predict as run
     from .models import locate
 
-    if model is None and url is None:
+    # Given once, it may be a file of addresses, or several with commas between.
+    servers = ",".join(url) if url else None
+    if model is None and servers is None:
         _fail("give a model: --model nep.txt (or --url of a server)", WRONG)
-    if model is not None and url is None:
+    if model is not None and servers is None:
         model = str(locate(Path(model)))
-    if url is not None:
-        _check_server(url, api_key)
+    if servers is not None:
+        _check_server(servers, api_key)
     chosen = run.DEFAULT_PROPERTIES if properties is None else tuple(w.strip() for w in properties.split(","))
     try:
         result = run.predict(
             structures, model, output, device=device, dtype=dtype, backend=backend, gpumd_dir=gpumd_out,
-            properties=chosen, skip_bad=skip_bad, progress=not quiet, url=url, api_key=api_key,
+            properties=chosen, skip_bad=skip_bad, progress=not quiet, url=servers, api_key=api_key, devices=devices,
+            resume=resume,
         )  # fmt: skip
+    except run.ResumeError as error:
+        _fail(str(error), WRONG)
     except run.OutputError as error:
         _fail(str(error), FAILED)
     if not quiet:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from nepcore.errors import NepError
+from nepcore.files import durable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,27 +33,36 @@ class PartialFile:
     """A binary output file: ``<name>.partial`` until :meth:`close` gives it its name.
 
     ``-`` is the standard output. What exists and is no regular file (a device, a pipe) is written as it is. A name that
-    ends in ``.gz`` is packed.
+    ends in ``.gz`` is packed: each write by itself, so that the file can be cut behind any of them.
+
+    Args:
+        path: Its name.
+        kept: Bytes of a partial file that stay, what is behind them is cut off; None begins a new one.
+
+    Attributes:
+        partial: Its name until it is complete; None where it has none.
 
     Raises:
-        OutputError: The file cannot be made.
+        OutputError: The file cannot be made, or holds fewer bytes than are to stay.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, kept: int | None = None) -> None:
         self._shown = str(path)
-        self._partial: Path | None = None
-        self._packed: gzip.GzipFile | None = None
+        self.partial: Path | None = None
+        self._packed = self._empty = False
         if self._shown == "-":
             self._file: BinaryIO = sys.stdout.buffer
             return
         # A link stays a link: what it points to is written.
         self._path = Path(os.path.realpath(path))
         if not self._path.exists() or self._path.is_file():
-            self._partial = partial_name(self._path)
+            self.partial = partial_name(self._path)
         with writing(path):
-            self._file = (self._partial or self._path).open("wb")
-        if self._path.suffix == ".gz":
-            self._packed = gzip.GzipFile(filename="", mode="wb", fileobj=self._file, compresslevel=6, mtime=0)
+            self._file = (self.partial or self._path).open("wb" if kept is None else "r+b")
+            if kept is not None:
+                durable.cut(self._file, kept)
+        self._packed = self._path.suffix == ".gz"
+        self._empty = not kept
 
     def write(self, content: bytes) -> None:
         """Write more.
@@ -60,8 +70,19 @@ class PartialFile:
         Raises:
             OutputError: The disk is full, the reader is gone …
         """
+        if content:
+            with writing(self._shown):
+                self._file.write(gzip.compress(content, 6, mtime=0) if self._packed else content)
+            self._empty = False
+
+    def settle(self) -> int:
+        """Have the disk hold what was written; its size in bytes.
+
+        Raises:
+            OutputError: It cannot.
+        """
         with writing(self._shown):
-            (self._packed or self._file).write(content)
+            return durable.settle(self._file)
 
     def close(self) -> None:
         """Finish the file and give it its name.
@@ -71,19 +92,20 @@ class PartialFile:
         """
         with writing(self._shown):
             self._finish()
-            if self._partial is not None:
-                self._partial.replace(self._path)
+            if self.partial is not None:
+                self.partial.replace(self._path)
 
     def abandon(self, keep: bool) -> list[Path]:
         """Finish the file without naming it, and remove it unless it is to be kept; what is left of it."""
         # If it cannot be finished (the disk is full, the reader is gone), that was said before.
         with suppress(OSError):
             self._finish()
-        return remaining([] if self._partial is None else [self._partial], keep)
+        return remaining([] if self.partial is None else [self.partial], keep)
 
     def _finish(self) -> None:
-        if self._packed is not None:
-            self._packed.close()
+        if self._packed and self._empty and not self._file.closed:
+            self._file.write(gzip.compress(b"", 6, mtime=0))
+            self._empty = False
         if self._file is sys.stdout.buffer:
             self._file.flush()
         else:

@@ -1,7 +1,8 @@
 """``nepserve predict``: a structure file in, the same file with results out, whatever its size.
 
-Blocks are read, evaluated and written in turn, in the order of the file, so that memory does not grow with it. The
-output has another name (``.partial``) until it is complete.
+Blocks are read, evaluated and written in the order of the file, so that memory does not grow with it; with several
+servers or devices several blocks are under way together. The output has another name (``.partial``) until it is
+complete, and beside it stands how far it is, for a run that is cut off to be gone on with.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from nepcore.errors import InputFileError, ModelError
 from nepcore.files import gpumd_out, xyz
 from nepcore.structures import PER_ATOM, PROPERTIES, Predictions
 
+from . import resume as resuming
 from .partial_file import OutputError, PartialFile, refuse_overwriting, remaining, writing
+from .pipeline import Pipeline
 from .progress import Progress
+from .resume import ResumeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -103,8 +107,10 @@ def predict(
     gpumd_dir: str | Path | None = None,
     skip_bad: bool = False,
     progress: bool = True,
-    url: str | None = None,
+    url: str | Sequence[str] | None = None,
     api_key: str | None = None,
+    devices: str | None = None,
+    resume: bool = False,
     calculator: Evaluator | None = None,
     max_atoms: int = MAX_ATOMS,
 ) -> PredictResult:
@@ -124,14 +130,20 @@ def predict(
         skip_bad: Go on after a frame that cannot be read (if it is sure where the next one begins) or evaluated. It is
             left out of the output, whose frames then carry their number in the input, from 0, as ``source_frame``.
         progress: Show a progress bar, or a line now and then where there is no terminal, on the standard error.
-        url: Let a server evaluate instead of this process.
+        url: Let a server evaluate instead of this process, or several, as :class:`nepserve.client.Client` takes them.
+            Each has blocks under way at all times, and one that fails leaves its blocks to the others.
         api_key: The server's key.
+        devices: Let an engine on each of several devices evaluate, in place of ``device``: ``all``, numbers of GPUs
+            such as ``0,1``, or ``cpu:N``.
+        resume: Go on where an earlier run with the same arguments was cut off; from the beginning if none was. The
+            output is then what it would have been. Needs an input and an output that are files.
         calculator: What evaluates, if it is there already; ``model`` and the arguments about it are not used then.
         max_atoms: Atoms in one block; a larger frame is a block of its own.
 
     Raises:
         InputFileError: A frame that cannot be read or evaluated, with its file, frame, line and reason; or no frame.
         OutputError: The output cannot be written, or would overwrite an input.
+        ResumeError: ``resume``, and the earlier run was another one, or its input has changed.
         ModelFileError, ModelError: The model cannot be used.
         nepserve.client.NepserveError: The server gave no answer.
     """
@@ -141,40 +153,73 @@ def predict(
         raise ModelError(f"unknown property {unknown[0]!r}; there are: {', '.join(PROPERTIES)}")
     if calculator is None and model is None and url is None:
         raise ModelError("no model was given, and no server")
+    if devices is not None and (url is not None or device != "auto"):
+        raise ModelError("devices are those of this machine: give either them, or one device, or a server's url")
     asked = wanted if gpumd_dir is None else tuple(dict.fromkeys((*wanted, *gpumd_out.PROPERTIES)))
     started = time.monotonic()
     refuse_overwriting(output, [source] if calculator or url or model is None else [source, model])
-    run = _Run(wanted, asked, skip_bad)
     with ExitStack() as stack:
         file, name = _opened(source, stack)
-        target = PartialFile(output)
+        state: resuming.State | None = None
+        if file.seekable() and str(output) != "-":
+            about: dict[str, Any] = {
+                "properties": wanted, "dtype": None if url else dtype, "backend": None if url else backend,
+                "skip_bad": skip_bad, "blocks": max_atoms,
+                "gpumd_out": None if gpumd_dir is None else str(Path(gpumd_dir).resolve()),
+            }  # fmt: skip
+            about["model"] = model if url is not None or model is None else resuming.digest(model)
+            state = resuming.State(resuming.description(source, **about))
+        if resume:
+            if state is None:
+                raise ResumeError("only a run from a file to a file can be gone on with")
+            state = resuming.find(resuming.state_name(output), state.run) or state
+        run = _Run(wanted, asked, skip_bad, state or resuming.State({}))
+        begun = run.state.read > 0
+        if not begun and str(output) != "-":
+            # What an earlier run left is overwritten.
+            resuming.forget(resuming.state_name(output))
+        target = PartialFile(output, run.state.output if begun else None)
+        run.state_path = resuming.state_name(output) if state is not None and target.partial is not None else None
         writer: gpumd_out.Writer | None = None
         bar = Progress(name, _size(file), shown=progress)
+        if begun:
+            bar.say(f"going on after frame {run.state.read:,} of {name}")
+            bar.resumed(run.frames)
         try:
             if gpumd_dir is not None:
                 with writing(gpumd_dir):
-                    writer = gpumd_out.Writer(gpumd_dir)
-            evaluator = calculator or _evaluator(model, url, api_key, device, dtype, backend)
+                    writer = gpumd_out.Writer(gpumd_dir, kept=run.state.gpumd if begun else None)
+            evaluator, depth = (calculator, 1) if calculator else (None, 1)
+            if evaluator is None:
+                evaluator, depth = _evaluator(model, url, api_key, device, devices, dtype, backend, stack)
+            work = Pipeline(run.evaluation(evaluator), depth)
             with bar:
-                for block in _blocks(file, name, max_atoms, skip_bad, bar):
-                    run.block(block, evaluator, target, writer, bar)
+                blocks = _blocks(file, name, max_atoms, skip_bad, run.state.read, bar)
+                for block, predictions in work.run(blocks, bar.step):
+                    run.block(block, predictions, target, writer)
+                    bar.end()
             if run.frames + run.failed == 0:
                 raise InputFileError(name, None, None, "there are no frames in it")
             target.close()
             if writer is not None:
                 with writing(writer.directory):
                     writer.close()
+            if run.state_path is not None:
+                resuming.forget(run.state_path)
         except BaseException:
             left = target.abandon(keep=run.frames > 0)
             if writer is not None:
                 writer.abandon()
                 left += remaining(writer.partial, keep=run.frames > 0)
+            if not left and run.state_path is not None:
+                resuming.forget(run.state_path)
             if left:
-                bar.say(f"not complete: {run.frames} frames with results are in {', '.join(map(str, left))}")
+                more = "; --resume goes on" if run.state_path is not None and run.state_path.exists() else ""
+                bar.say(f"not complete: {run.frames} frames with results are in {', '.join(map(str, left))}{more}")
             raise
     return PredictResult(
         name, str(output), run.frames, run.atoms, run.failed, tuple(run.failures), time.monotonic() - started,
-        run.seconds, run.energy.rmse(), run.forces.rmse(), run.virial.rmse(), tuple(run.warnings),
+        work.seconds, run.energy.rmse(), run.forces.rmse(), run.virial.rmse(), tuple(run.warnings),
     )  # fmt: skip
 
 
@@ -184,9 +229,9 @@ _NOTHING = Predictions(np.zeros(0, np.int64), {}, np.zeros(0, bool))
 class _Squares:
     """A root mean square in the making."""
 
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.count = 0
+    def __init__(self, total: float = 0.0, count: int = 0) -> None:
+        self.total = total
+        self.count = count
 
     def add(self, difference: NDArray[np.float64]) -> None:
         known = difference[np.isfinite(difference)]
@@ -197,34 +242,45 @@ class _Squares:
         return float(np.sqrt(self.total / self.count)) if self.count else None
 
 
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A block of the file, and what of it could be read."""
+
+    frames: xyz.Frames
+    good: xyz.Frames
+
+
 class _Run:
     """The loop's body, and what it counts."""
 
-    def __init__(self, wanted: tuple[str, ...], asked: tuple[str, ...], skip_bad: bool) -> None:
+    def __init__(self, wanted: tuple[str, ...], asked: tuple[str, ...], skip_bad: bool, state: resuming.State) -> None:
         self._wanted = frozenset(wanted)
         self._asked = asked
         self._skip_bad = skip_bad
-        self.frames = self.atoms = self.failed = 0
-        self.seconds = 0.0
-        self.failures: list[Failure] = []
-        self.warnings: list[str] = []
-        self.energy, self.forces, self.virial = _Squares(), _Squares(), _Squares()
+        self.state = state
+        self.state_path: Path | None = None
+        self.frames, self.atoms, self.failed = state.frames, state.atoms, state.failed
+        self.failures = [Failure(*entry) for entry in state.failures]
+        self.warnings = list(state.warnings)
+        squares = [_Squares(*state.squares.get(name, ())) for name in ("energy", "forces", "virial")]
+        self.energy, self.forces, self.virial = squares
+
+    def evaluation(self, evaluator: Evaluator) -> Callable[[_Block, Callable[[int], None]], Predictions]:
+        """What is done with each block, in whatever thread."""
+
+        def evaluate(block: _Block, progress: Callable[[int], None]) -> Predictions:
+            if not len(block.good):
+                return _NOTHING
+            return evaluator.evaluate(block.good.structures, self._asked, progress)
+
+        return evaluate
 
     def block(
-        self,
-        frames: xyz.Frames,
-        evaluator: Evaluator,
-        target: PartialFile,
-        writer: gpumd_out.Writer | None,
-        bar: Progress,
+        self, block: _Block, predictions: Predictions, target: PartialFile, writer: gpumd_out.Writer | None
     ) -> None:
-        """Evaluate and write one block."""
+        """Write one block, and how far the run is now."""
+        frames, good = block.frames, block.good
         self.warnings += frames.warnings[: MAX_LISTED - len(self.warnings)]
-        # Frames that could not be read hold no atoms: nothing to evaluate.
-        good = _without(frames, frames.errors)
-        started = time.monotonic()
-        predictions = evaluator.evaluate(good.structures, self._asked, bar.step) if len(good) else _NOTHING
-        self.seconds += time.monotonic() - started
         failed = {**frames.errors}
         kept = np.flatnonzero(~np.isin(np.arange(len(frames)), list(frames.errors)))
         failed.update(
@@ -249,6 +305,22 @@ class _Run:
             if len(self.failures) < MAX_LISTED:
                 self.failures.append(Failure(int(frames.indices[i]), int(frames.lines[i]), failed[i].reason))
         self._write(_without(good, predictions.errors), _succeeded(predictions), target)
+        if self.state_path is not None:
+            self._keep(int(frames.indices[-1]) + 1, self.state_path, target, writer)
+
+    def _keep(self, read: int, path: Path, target: PartialFile, writer: gpumd_out.Writer | None) -> None:
+        """Have the disk hold what was written, then how much that is."""
+        state = self.state
+        state.read, state.output = read, target.settle()
+        if writer is not None:
+            with writing(writer.directory):
+                state.gpumd = writer.settle()
+        state.frames, state.atoms, state.failed = self.frames, self.atoms, self.failed
+        state.failures = [(f.frame, f.line, f.reason) for f in self.failures]
+        state.warnings = self.warnings
+        kept = {"energy": self.energy, "forces": self.forces, "virial": self.virial}
+        state.squares = {name: (each.total, each.count) for name, each in kept.items()}
+        resuming.keep(path, state)
 
     def _write(self, frames: xyz.Frames, predictions: Predictions, target: PartialFile) -> None:
         values = predictions.values
@@ -300,12 +372,12 @@ def _add_slice(writer: gpumd_out.Writer, good: xyz.Frames, predictions: Predicti
         writer.add(part.structures, predictions.slice(start, stop), part)
 
 
-def _blocks(file: BinaryIO, name: str, max_atoms: int, skip_bad: bool, bar: Progress) -> Iterator[xyz.Frames]:
+def _blocks(file: BinaryIO, name: str, max_atoms: int, skip_bad: bool, first: int, bar: Progress) -> Iterator[_Block]:
     """Blocks of the file; tells the bar how far it has been read and how many atoms are under way."""
-    for block in xyz.read_blocks(file, max_atoms, path=name, skip_bad=skip_bad):
-        bar.begin(_position(file), block.structures.n_atoms, len(block))
-        yield block
-        bar.end()
+    for frames in xyz.read_blocks(file, max_atoms, path=name, skip_bad=skip_bad, first=first):
+        bar.begin(_position(file), frames.structures.n_atoms, len(frames))
+        # Frames that could not be read hold no atoms: nothing to evaluate.
+        yield _Block(frames, _without(frames, frames.errors))
 
 
 def _position(file: BinaryIO) -> int | None:
@@ -326,23 +398,57 @@ def _opened(source: str | Path, stack: ExitStack) -> tuple[BinaryIO, str]:
 
 
 def _evaluator(
-    model: str | Path | None, url: str | None, api_key: str | None, device: str, dtype: str, backend: str
-) -> Evaluator:
+    model: str | Path | None,
+    url: str | Sequence[str] | None,
+    api_key: str | None,
+    device: str,
+    devices: str | None,
+    dtype: str,
+    backend: str,
+    stack: ExitStack,
+) -> tuple[Evaluator, int]:
+    """What evaluates, and how many blocks at a time; what has to be ended goes onto the stack."""
     if url is not None:
-        return _Remote(url, None if model is None else str(model), api_key)
+        remote = _Remote(url, None if model is None else str(model), api_key)
+        return remote, _depth(remote.servers)
+    if devices is not None:
+        from .devices import devices_of
+        from .local_server import LocalServer
+        from .settings import SettingsError
+
+        try:
+            count = len(devices_of(devices, None))
+        except SettingsError as error:
+            raise ModelError(str(error)) from None
+        server = stack.enter_context(LocalServer(cast("str | Path", model), devices, dtype=dtype, backend=backend))
+        return _Remote(server.url, None, None, dtype), _depth(count)
     import nepcore
 
-    return cast("Evaluator", nepcore.load(cast("str | Path", model), device=device, dtype=dtype, backend=backend))
+    loaded = nepcore.load(cast("str | Path", model), device=device, dtype=dtype, backend=backend)
+    return cast("Evaluator", loaded), 1
+
+
+def _depth(devices: int) -> int:
+    """Blocks under way together: two for each device, for it never to wait, and the one that is read or written."""
+    return 1 + 2 * max(devices, 1)
 
 
 class _Remote:
-    """A server as an evaluator."""
+    """A server, or several, as an evaluator."""
 
-    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
+    def __init__(
+        self, url: str | Sequence[str], model: str | None, api_key: str | None, dtype: str = "float64"
+    ) -> None:
         from .client import Client
 
         # Double precision on the way: the file's positions arrive as they stand.
         self._client = Client(url, model=model, api_key=api_key, dtype="float64", priority="bulk")
+        self._dtype = dtype
+
+    @property
+    def servers(self) -> int:
+        """How many there are."""
+        return len(self._client.replicas())
 
     def evaluate(
         self, structures: Structures, properties: Iterable[str], progress: Callable[[int], None] | None = None
@@ -351,7 +457,12 @@ class _Remote:
             if progress is not None:
                 progress(int(structures.offsets[structures_done]))
 
-        return self._client.evaluate_many(structures, properties, on_error="return", progress=done)
+        found = self._client.evaluate_many(structures, properties, on_error="return", progress=done)
+        if self._dtype == "float64":
+            return found
+        # What was computed in single precision is written so, as by one device.
+        values = {k: v.astype(self._dtype) if k in PER_ATOM else v for k, v in found.values.items()}
+        return replace(found, values=values)
 
 
 __all__ = [
@@ -361,5 +472,6 @@ __all__ = [
     "Failure",
     "OutputError",
     "PredictResult",
+    "ResumeError",
     "predict",
 ]

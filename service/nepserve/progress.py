@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ class Progress:
         self._bar: Bar | None = None
         self._started = self._last = time.monotonic()
         self._frames = self._atoms = 0
-        self._here = self._next = 0
-        self._block_atoms = self._block_frames = 0
+        self._here = 0
+        self._blocks: deque[tuple[int, int, int]] = deque()
 
     def __enter__(self) -> Self:
         # What came before, as loading a model, is no part of the speed.
@@ -63,19 +64,25 @@ class Progress:
             self._bar.stop()
             self._bar = None
 
+    def resumed(self, frames: int) -> None:
+        """``frames`` frames were finished before this run."""
+        self._frames = frames
+
     def begin(self, position: int | None, atoms: int, frames: int) -> None:
-        """A block of ``atoms`` atoms was read; the file now stands at ``position`` bytes."""
-        self._next = position or 0
-        self._block_atoms, self._block_frames = atoms, frames
+        """Another block, of ``atoms`` atoms, was read; the file now stands at ``position`` bytes."""
+        self._blocks.append((position or 0, atoms, frames))
         self.step(0)
 
     def step(self, atoms: int) -> None:
-        """``atoms`` atoms of the block are finished."""
+        """``atoms`` atoms of the blocks that have begun and not ended are finished."""
         if not self._shown:
             return
         now = time.monotonic()
-        part = atoms / self._block_atoms if self._block_atoms else 0.0
-        at = self._here + part * (self._next - self._here)
+        at, left = float(self._here), atoms
+        start = self._here
+        for position, size, _ in self._blocks:
+            at += (position - start) * (min(left / size, 1.0) if size else 0.0)
+            left, start = max(left - size, 0), position
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=at, text=self._text(self._atoms + atoms, now))
         elif now - self._last >= LINE_EVERY:
@@ -84,11 +91,10 @@ class Progress:
             self._print(f"{self._name}: {share}{self._text(self._atoms + atoms, now)}")
 
     def end(self) -> None:
-        """The block is finished."""
-        self._atoms += self._block_atoms
-        self._frames += self._block_frames
-        self._here = self._next
-        self._block_atoms = self._block_frames = 0
+        """The block that began first is finished."""
+        self._here, atoms, frames = self._blocks.popleft()
+        self._atoms += atoms
+        self._frames += frames
         self.step(0)
 
     def say(self, text: str) -> None:

@@ -189,7 +189,7 @@ def test_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert (tmp_path / "out.xyz").read_text() == "old"
     assert len(xyz.read(tmp_path / "out.xyz.partial")) == 20
     said = capsys.readouterr().err
-    assert said == f"not complete: 20 frames with results are in {tmp_path / 'out.xyz.partial'}\n"
+    assert said == f"not complete: 20 frames with results are in {tmp_path / 'out.xyz.partial'}; --resume goes on\n"
 
 
 def test_nothing_is_left_of_a_run_without_results(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

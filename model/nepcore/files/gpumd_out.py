@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 import numpy as np
 
+from . import durable
 from .xyz_frames import GPA, MISSING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -53,12 +55,14 @@ class Writer:
     Args:
         directory: Where the files go; made if it is not there.
         kind: ``train`` or ``test``: what the files' names say.
+        kept: Bytes of each partial file that stay, in the order of the names, as :meth:`settle` told them; what is
+            behind is cut off. None begins new files.
 
     Raises:
-        OSError: The directory or the files cannot be made.
+        OSError: The directory or the files cannot be made, or one holds fewer bytes than are to stay.
     """
 
-    def __init__(self, directory: str | Path, kind: str = "train") -> None:
+    def __init__(self, directory: str | Path, kind: str = "train", kept: Sequence[int] | None = None) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.names = names_of(kind)
@@ -66,7 +70,11 @@ class Writer:
         self._files: list[TextIO] = []
         with ExitStack() as opened:
             for path in self.partial:
-                self._files.append(opened.enter_context(path.open("w", encoding="ascii", newline="\n")))
+                mode: Literal["w", "r+"] = "w" if kept is None else "r+"
+                self._files.append(opened.enter_context(path.open(mode, encoding="ascii", newline="\n")))
+            if kept is not None:
+                for file, size in zip(self._files, kept, strict=True):
+                    durable.cut(file, size)
             opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -117,6 +125,14 @@ class Writer:
         """Write the rows of one structure of which nothing is known: a frame that could not be read."""
         for file, (rows, width) in zip(self._files, ((1, 1), (atoms, 3), (1, 6), (1, 6)), strict=True):
             file.write(_text(_beside(np.full((rows, width), np.nan), np.full((rows, width), np.nan))))
+
+    def settle(self) -> list[int]:
+        """Have the disk hold what was written; the sizes of the files in bytes.
+
+        Raises:
+            OSError: It cannot.
+        """
+        return [durable.settle(file) for file in self._files]
 
     def close(self) -> None:
         """Finish the files and give them their names."""

@@ -85,7 +85,12 @@ def read(path: str | Path, *, skip_bad: bool = False) -> Frames:
 
 
 def read_blocks(
-    source: str | Path | BinaryIO, max_atoms: int = 200_000, *, path: str | None = None, skip_bad: bool = False
+    source: str | Path | BinaryIO,
+    max_atoms: int = 200_000,
+    *,
+    path: str | None = None,
+    skip_bad: bool = False,
+    first: int = 0,
 ) -> Iterator[Frames]:
     """Stream a file, larger than memory too, in blocks of about ``max_atoms`` atoms (one frame at least).
 
@@ -94,19 +99,21 @@ def read_blocks(
         max_atoms: Atoms after which a block ends.
         path: What messages call the file, where ``source`` is an open file.
         skip_bad: As in :func:`parse`.
+        first: The first frame that is wanted, from 0. Those before it are counted, and not looked into; the blocks end
+            where they would have ended with them.
 
     Raises:
         InputFileError: As in :func:`parse`, or the file cannot be opened or unpacked. Frames before the one at fault
             have been yielded.
     """
     if not isinstance(source, (str, Path)):
-        yield from _stream(source, path or str(getattr(source, "name", "<stream>")), max_atoms, skip_bad)
+        yield from _stream(source, path or str(getattr(source, "name", "<stream>")), max_atoms, skip_bad, first)
     elif str(source) == "-":
-        yield from _stream(sys.stdin.buffer, path or "<stdin>", max_atoms, skip_bad)
+        yield from _stream(sys.stdin.buffer, path or "<stdin>", max_atoms, skip_bad, first)
     else:
         name = path or str(source)
         with _opened(source, name) as file:
-            yield from _stream(file, name, max_atoms, skip_bad)
+            yield from _stream(file, name, max_atoms, skip_bad, first)
 
 
 def _opened(source: str | Path, name: str) -> BinaryIO:
@@ -116,7 +123,7 @@ def _opened(source: str | Path, name: str) -> BinaryIO:
         raise InputFileError(name, None, None, getattr(error, "strerror", None) or str(error)) from error
 
 
-def _stream(file: BinaryIO, path: str, max_atoms: int, skip_bad: bool) -> Iterator[Frames]:
+def _stream(file: BinaryIO, path: str, max_atoms: int, skip_bad: bool, first: int) -> Iterator[Frames]:
     scanner = _Scanner(path)
     try:
         start = file.read(2)
@@ -129,11 +136,11 @@ def _stream(file: BinaryIO, path: str, max_atoms: int, skip_bad: bool) -> Iterat
         step = getattr(source, "read1", source.read)
         while not scanner.fatal and (chunk := step(_CHUNK)):
             scanner.feed(chunk)
-            yield from _taken(scanner, max_atoms, skip_bad)
+            yield from _taken(scanner, max_atoms, skip_bad, first)
     except (OSError, EOFError, zlib.error) as error:
         raise InputFileError(path, None, None, f"cannot be read: {error}") from error
     scanner.finish()
-    yield from _taken(scanner, max_atoms, skip_bad)
+    yield from _taken(scanner, max_atoms, skip_bad, first)
 
 
 class _Rejoined:
@@ -148,15 +155,19 @@ class _Rejoined:
         return start or self._rest.read(size)
 
 
-def _taken(scanner: _Scanner, max_atoms: int | None, skip_bad: bool) -> Iterator[Frames]:
+def _taken(scanner: _Scanner, max_atoms: int | None, skip_bad: bool, first: int = 0) -> Iterator[Frames]:
     """Blocks that are complete by now; the first fault is raised after the frames before it."""
     while raws := scanner.take(max_atoms):
+        if raws[0].frame < first:
+            raws = [raw for raw in raws if raw.frame >= first]
+            if not raws:
+                continue
         block = build(scanner.path, raws)
         if block.errors and not skip_bad:
-            first = min(block.errors)
-            if first:
-                yield block.select(range(first))
-            raise block.errors[first]
+            bad = min(block.errors)
+            if bad:
+                yield block.select(range(bad))
+            raise block.errors[bad]
         scanner.cause = block.errors.get(len(block) - 1)
         yield block
     if scanner.fatal is not None:

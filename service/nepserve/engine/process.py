@@ -281,8 +281,8 @@ class Engine:
         self._send("fatal", 0, {"reason": str(error)})
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the front's thread that started this process ends."""
+def die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the thread that started this process ends; ``parent`` is its process."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -301,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--no-arenas", action="store_true")
     options = parser.parse_args(arguments)
-    _die_with(options.parent)
+    die_with(options.parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
