@@ -39,8 +39,9 @@ def manifests() -> dict[str, dict]:
 
 
 def test_the_yaml_is_clean():
-    files = [str(DEPLOY / "compose.yaml"), str(DEPLOY / "kubernetes/nepserve.yaml")]
-    run(tool("yamllint"), "-s", "-c", str(DEPLOY / ".yamllint"), *files)
+    files = [DEPLOY / name for name in ("compose.yaml", "kubernetes/nepserve.yaml")]
+    files += [DEPLOY / "helm/nepserve" / name for name in ("Chart.yaml", "values.yaml")]
+    run(tool("yamllint"), "-s", "-c", str(DEPLOY / ".yamllint"), *map(str, files))
 
 
 def test_the_scripts_are_clean():

@@ -93,7 +93,7 @@ def shape_of(model: NepFile) -> dict[str, Any]:
 
 def _driver() -> str:
     version = getattr(torch._C, "_cuda_getDriverVersion", None)  # noqa: SLF001 (there is no public way)
-    path = Path("/sys/module/nvidia/version")
+    path = Path("/sys/module", "nvidia" if torch.version.hip is None else "amdgpu", "version")
     try:
         return path.read_text().strip()
     except OSError:
