@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .dataset import Dataset
 
-THREADS = 4
+THREADS = 6
 """Threads that make arrays for the steps to come."""
 
 
