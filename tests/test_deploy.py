@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkout import ROOT
+from nepserve.client.replicas import Replicas
 from nepserve.settings import FIELDS
 
 DEPLOY = ROOT / "deploy"
@@ -132,6 +133,8 @@ HTTPServer(("127.0.0.1", int(os.environ["NEPSERVE_PORT"])), Ready).serve_forever
         while not (addresses.exists() and addresses.read_text()) and time.monotonic() < end:
             time.sleep(0.05)
         assert addresses.read_text() == f"http://{socket.gethostname()}:{port}\n"
+        [listed] = Replicas(f"file:{addresses}").members
+        assert listed.address.text == f"http://{socket.gethostname()}:{port}"
         assert stat.S_IMODE(keys.stat().st_mode) == 0o600
         job.terminate()
         assert job.wait(20) == 0

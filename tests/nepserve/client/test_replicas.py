@@ -74,6 +74,34 @@ def test_a_file_of_addresses_may_come_later_and_change(tmp_path):
     assert urls(replicas) == [B, C]
 
 
+def test_one_that_returns_under_another_address_has_no_past(tmp_path):
+    """What takes the place of a lost one is asked at once; so is the old address, should it return."""
+    path = tmp_path / "addresses.txt"
+    path.write_text(f"{A}\n{B}\n")
+    replicas = Replicas(path)
+    a, b = replicas.members
+    for _ in range(20):
+        a.failed(0.0)
+    b.answered(0.0, "1000")
+    assert {where(replicas, 1.0) for _ in range(50)} == {B}, "the other one rests, whatever waits here"
+    path.write_text(f"{C}\n{B}\n")
+    assert where(replicas, 3.0) == C
+    b.answered(3.0, "1000")
+    path.write_text(f"{C}\n{B}\n{A}\n")
+    assert {where(replicas, 5.0) for _ in range(50)} == {A, C}
+    assert replicas.members[1] is b
+
+
+def test_a_request_on_its_way_to_one_that_left_the_file_goes_on_elsewhere(tmp_path):
+    path = tmp_path / "addresses.txt"
+    path.write_text(f"{A}\n")
+    request = course(Replicas(path))
+    assert request.go(0.0).address.text == A
+    path.write_text(f"{B}\n")
+    assert request.failed(2.0, cut=True, hopeless=False) == 0.0
+    assert request.go(2.0).address.text == B
+
+
 def test_a_file_that_holds_no_addresses_is_refused_with_its_line(tmp_path):
     path = tmp_path / "addresses.txt"
     path.write_text(f"{A}\nnonsense\n")
@@ -355,6 +383,27 @@ def test_the_client_waits_for_a_file_of_addresses_and_follows_it(connect, make_s
     while not other.evaluations and time.monotonic() < end:
         client.evaluate(PAIR)
     assert other.evaluations
+
+
+def test_one_that_returns_in_the_file_takes_work_again(connect, make_server, tmp_path):
+    lost, stays = make_server(), make_server()
+    path = tmp_path / "addresses.txt"
+    path.write_text(f"{lost.url}\n{stays.url}\n")
+    client = connect(path)
+    for _ in range(20):
+        client.evaluate(PAIR)
+    lost.stop()
+    path.write_text(f"{stays.url}\n")
+    for _ in range(20):
+        client.evaluate(PAIR)
+    returned = make_server()
+    path.write_text(f"{stays.url}\n{returned.url}\n")
+    end = time.monotonic() + 20
+    while len(returned.evaluations) < 10 and time.monotonic() < end:
+        client.evaluate(PAIR)
+    assert len(returned.evaluations) >= 10
+    assert stays.evaluations
+    assert {entry["url"] for entry in client.replicas()} == {stays.url, returned.url}
 
 
 def test_ready_means_any_of_them(connect, make_server):
