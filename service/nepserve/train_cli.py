@@ -49,7 +49,7 @@ def train(
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 or float64 [default: float32].")] = None,
-    backend: Annotated[str | None, typer.Option(help="How the physics is computed.")] = None,
+    backend: Annotated[str | None, typer.Option(help="How the physics is computed: sums, kernels ...")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show messages and results only.")] = False,
 ) -> None:
     """Train a model: a nep.in and frames in, a nep.txt and a report out."""
