@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .cells import triple_product
+from .cells import MAX_COORDINATE, triple_product
 from .elements import NUMBERS, symbol_of
 from .errors import StructureError
 
@@ -38,6 +38,8 @@ class Admission:
     elements: tuple[str, ...]
     temperature: bool
     cutoff: float
+    _good: list[tuple[bytes, ...]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The last structure alone in its block that was let in: everything of it but its positions."""
 
     @cached_property
     def types(self) -> NDArray[np.int64]:
@@ -54,7 +56,21 @@ class Admission:
 
     def problems(self, structures: Structures) -> dict[int, StructureError]:
         """Why structures cannot be evaluated, by index; see also :meth:`Structures.problems`, which this includes."""
-        return self._problems(structures, self.neighbors(structures))
+        if len(structures) != 1 or not structures.pbc.all():
+            return self._problems(structures, self.neighbors(structures))
+        # The step of a simulation: nothing but positions differs from the one before, on which, where all directions
+        # are periodic, nothing else depends.
+        s = structures
+        atoms = (s.numbers.tobytes(), s.cells.tobytes(), s.temperatures.tobytes())
+        # A NaN fails each of these comparisons.
+        if self._good == [atoms] and (
+            float(s.positions.min()) >= -MAX_COORDINATE and float(s.positions.max()) <= MAX_COORDINATE
+        ):
+            return {}
+        found = self._problems(s, self.neighbors(s))
+        if not found:
+            self._good[:] = [atoms]
+        return found
 
     def work(self, structures: Structures) -> NDArray[np.float64]:
         """Work of each structure, atoms × (neighbours + :data:`ALONE`), (B,)."""

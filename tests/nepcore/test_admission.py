@@ -39,6 +39,32 @@ def test_a_batch_is_judged_as_its_structures_alone() -> None:
             assert alone_work[0] == work[i]
 
 
+@pytest.mark.parametrize("pbc", [True, (True, True, False)], ids=["bulk", "slab"])
+def test_a_step_is_judged_as_if_it_were_the_first(pbc: object) -> None:
+    door = Admission(("Si",), temperature=True, cutoff=5.0)
+    good = Structure.make(["Si", "Si"], [[0, 0, 0], [2, 2, 2]], np.eye(3) * 5.0, pbc, 300.0)
+    changes: list[tuple[dict[str, object], str]] = [
+        ({}, ""),
+        ({"positions": good.positions + 1.0}, ""),
+        ({"positions": np.array([[0.0, 0, 0], [np.nan, 0, 0]])}, "non_finite"),
+        ({"positions": np.array([[0.0, 0, 0], [-1e300, 0, 0]])}, "out_of_range"),
+        ({"numbers": np.array([14, 6], np.uint8)}, "unknown_element"),
+        ({"cell": np.zeros((3, 3))}, "singular_cell"),
+        ({"cell": np.eye(3) * 0.05}, "too_dense"),
+        ({"temperature": None}, "missing_temperature"),
+        ({}, ""),
+    ]
+    for change, code in changes:
+        values = {name: getattr(good, name) for name in ("numbers", "positions", "cell", "pbc", "temperature")}
+        block = Structures.pack([Structure(**{**values, **change})])  # type: ignore[arg-type]
+        if not code:
+            assert door.problems(block) == {}, change
+            assert door.examine(block)[0] == {}
+            continue
+        assert [e.code for e in door.problems(block).values()] == [code], change
+        assert [e.code for e in door.problems(Structures.pack([Structure(**values)])).values()] == []
+
+
 @pytest.mark.parametrize("size", [1, 3], ids=["alone", "in a batch"])
 @pytest.mark.parametrize("pbc", [(True, True, True), (True, True, False)], ids=["bulk", "slab"])
 def test_dependent_vectors_are_always_found(size: int, pbc: tuple[bool, ...]) -> None:
