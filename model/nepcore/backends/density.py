@@ -22,7 +22,7 @@ def sums(
 ) -> tuple[Tensor, Tensor]:
     """See :class:`nepcore.backends.protocol.Sums`."""
     T = coefficients.shape[3]
-    if products.by_matrix(basis):
+    if products.by_batched_matrix(basis):
         return _sums_by_matrix(coefficients, basis, centre, neighbor, y)
     if products.compiling():
         return _moments_contracted(coefficients, centre, _compiled_moments(basis[0], neighbor, T, y)), basis
@@ -61,7 +61,7 @@ def _moments_contracted(coefficients: Tensor, centre: Tensor, moments: Tensor) -
 def spread(coefficients: Tensor, kept: Tensor, ds: Tensor, centre: Tensor, neighbor: Tensor) -> Tensor:
     """See :class:`nepcore.backends.protocol.Spread`."""
     T = coefficients.shape[3]
-    if products.by_matrix(ds):
+    if products.by_batched_matrix(ds):
         return _spread_by_matrix(coefficients, kept, ds, centre, neighbor)
     own = coefficients.permute(1, 0, 2, 3)[:, :, centre]  # (k, n, A, T)
     if products.compiling():

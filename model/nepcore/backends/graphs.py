@@ -1,4 +1,4 @@
-"""Small blocks on a GPU, captured once for each size as a graph and replayed: a thousand launches become one.
+"""Blocks on a GPU, captured once for each size as a graph and replayed: a thousand launches become one.
 
 Rows are padded to a few sizes, so that a few graphs serve every batch. All graphs share one pool of memory; its size
 is bounded, and what does not fit is evaluated operation by operation.
@@ -25,22 +25,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nepcore")
 
 SMALLEST = 16
-LARGEST = 8192
-"""Rows of the smallest and the largest block that is captured: a larger one keeps the device busy without."""
+SMALL = 8192
+LARGEST = 131072
+"""Rows of the smallest block that is captured, of the largest with coarse steps between sizes, and of the largest."""
+
+SLOT_BYTES = 400.0
+"""What a capture of a large block keeps for each slot in float32, about."""
 
 SEEN = 2
 """A size is captured when it occurs for this time: one that never comes again is not worth it."""
 
 MOST_GRAPHS = 64
 
-MOST_BYTES = 2e9
+MOST_BYTES = 4e9
 """Memory that all captures may take; a share of what a backend has for its arrays where that is less."""
 
 
 def bucket(n: int) -> int:
-    """Rows that a block of ``n`` gets: 16, 24, 32, 48, 64, 96 ... up to :data:`LARGEST`; beyond, n itself."""
+    """Rows that a block of ``n`` gets: 16, 24, 32, 48, 64, 96 ... up to :data:`SMALL`, then in steps of a sixteenth."""
     if n > LARGEST:
         return n
+    if n > SMALL:
+        step = 1 << (n - 1).bit_length() - 5
+        return -(-n // step) * step
     size = SMALLEST
     while size < n:
         size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
@@ -63,12 +70,12 @@ class Ledger:
         self.graphs = 0
         self._seen: Counter[Key] = Counter()
 
-    def wants(self, key: Key) -> bool:
-        """Note that a size occurred; says whether it is to be captured now."""
+    def wants(self, key: Key, size: float = 0.0) -> bool:
+        """Note that a size, of about ``size`` bytes if it is large, occurred; says whether it is to be captured now."""
         if len(self._seen) > 10_000:
             self._seen.clear()
         self._seen[key] += 1
-        return self._seen[key] >= SEEN and self.graphs < MOST_GRAPHS and self.bytes < self.most_bytes
+        return self._seen[key] >= SEEN and self.graphs < MOST_GRAPHS and self.bytes + size < self.most_bytes
 
     def captured(self, size: int) -> None:
         """Note a capture that took ``size`` bytes."""
@@ -85,7 +92,7 @@ class _Captured:
 
 
 class GraphBlock:
-    """A block whose small sizes are replayed; see :class:`nepcore.backends.pairwise.Block`.
+    """A block whose sizes are replayed when they come again; see :class:`nepcore.backends.pairwise.Block`.
 
     Args:
         inner: What evaluates a block; it must not wait for the device.
@@ -117,7 +124,7 @@ class GraphBlock:
         key = (id(tables), *rows.r_radial.shape, rows.r_angular.shape[1])
         found = self._captured.get(key)
         if found is None:
-            if self._broken or len(rows.types) > bucket(LARGEST) or not self.ledger.wants(key):
+            if self._broken or len(rows.types) > LARGEST or not self.ledger.wants(key, _size(tables, rows)):
                 return self.inner(tables, rows)
             try:
                 found = self._captured[key] = self._capture(tables, rows)
@@ -125,7 +132,7 @@ class GraphBlock:
                 raise
             except RuntimeError as error:
                 self._broken = str(error).strip().splitlines()[0]
-                logger.warning("small batches cannot be captured as graphs: %s", self._broken)
+                logger.warning("blocks cannot be captured as graphs: %s", self._broken)
                 return self.inner(tables, rows)
         for ours, theirs in zip(found.rows, rows, strict=True):
             ours.copy_(theirs)
@@ -155,6 +162,16 @@ class GraphBlock:
     def report(self) -> dict[str, Any]:
         """Graphs held and bytes they take, JSON-able."""
         return {"graphs": self.ledger.graphs, "bytes": self.ledger.bytes, "most_bytes": int(self.ledger.most_bytes)}
+
+
+def _size(tables: Tables, rows: Rows) -> float:
+    """Bytes that a capture keeps, about; 0 for a small block."""
+    if len(rows.types) <= SMALL:
+        return 0.0
+    slots = rows.r_radial.numel() + rows.r_angular.numel()
+    k, T = tables.c_angular.shape[1:3]
+    by_type = 2.0 * k * (T - 1) * rows.r_angular.numel()  # basis functions set apart by type
+    return (SLOT_BYTES * slots + 4.0 * by_type) * rows.r_radial.element_size() / 4.0
 
 
 def _own(tensor: Tensor) -> Tensor:

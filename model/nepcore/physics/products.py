@@ -23,6 +23,10 @@ ALL_NETWORKS = 16
 """Up to this many matrices, rows are multiplied by all of them at once: one large product beats many tiny ones."""
 
 
+MATRICES_IN_COMPILED = False
+"""Whether compiled code for a GPU calls matrix products where a factor is used many times, instead of own loops."""
+
+
 class _Recording:
     on = False
 
@@ -50,6 +54,11 @@ def on_gpu(tensor: Tensor) -> bool:
 def by_matrix(tensor: Tensor) -> bool:
     """Whether small matrix products are to be used for tensors like this one."""
     return on_gpu(tensor) and not compiling()
+
+
+def by_batched_matrix(tensor: Tensor) -> bool:
+    """Whether sums in which a factor is used many times are to be matrix products: on a GPU, compiled or not."""
+    return on_gpu(tensor) and (MATRICES_IN_COMPILED or not compiling())
 
 
 def times_columns(matrix: Tensor, columns: Tensor) -> Tensor:
@@ -102,7 +111,7 @@ def sum_rows(a: Tensor) -> Tensor:
 
 def sum_over_neighbors(g: Tensor, y: Tensor) -> Tensor:
     """Σ_w g[n, a, w] y[b, a, w]: (n, A, w) and (b, A, w) → (b, A, n)."""
-    if by_matrix(g):
+    if by_batched_matrix(g):
         return torch.bmm(g.permute(1, 0, 2), y.permute(1, 2, 0)).permute(2, 0, 1)
     if compiling():
         return (y[:, :, None] * g.permute(1, 0, 2)).sum(dim=3)
@@ -111,7 +120,7 @@ def sum_over_neighbors(g: Tensor, y: Tensor) -> Tensor:
 
 def sum_over_functions(s: Tensor, g: Tensor) -> Tensor:
     """Σ_n s[b, a, n] g[n, a, w]: (b, A, n) and (n, A, w) → (b, A, w)."""
-    if by_matrix(g):
+    if by_batched_matrix(g):
         return torch.bmm(s.permute(1, 0, 2), g.permute(1, 0, 2)).permute(1, 0, 2)
     if compiling():
         return (s.permute(2, 0, 1)[..., None] * g[:, None]).sum(dim=0)

@@ -14,11 +14,16 @@ from nepcore.structures import PROPERTIES
 
 
 def test_buckets_are_few_and_waste_little() -> None:
-    sizes = sorted({graphs.bucket(n) for n in range(1, graphs.LARGEST + 1)})
+    sizes = sorted({graphs.bucket(n) for n in range(1, graphs.SMALL + 1)})
     assert sizes[:6] == [16, 24, 32, 48, 64, 96]
-    assert sizes[-1] == graphs.LARGEST
+    assert sizes[-1] == graphs.SMALL
     assert len(sizes) < 20
-    assert all(n <= graphs.bucket(n) <= max(16, 1.5 * n) for n in range(1, graphs.LARGEST + 1))
+    assert all(n <= graphs.bucket(n) <= max(16, 1.5 * n) for n in range(1, graphs.SMALL + 1))
+    large = range(graphs.SMALL + 1, graphs.LARGEST + 1, 17)
+    assert all(n <= graphs.bucket(n) <= 1.07 * n for n in large)
+    assert len({graphs.bucket(n) for n in large}) <= 64
+    assert graphs.bucket(64_000) == 65_536
+    assert graphs.bucket(graphs.LARGEST) == graphs.LARGEST
     assert graphs.bucket(graphs.LARGEST + 1) == graphs.LARGEST + 1
 
 
@@ -37,6 +42,11 @@ def test_memory_and_number_are_bounded() -> None:
         ledger.captured(size)
     assert ledger.bytes == 1200
     assert not ledger.wants((600,))
+    assert not graphs.Ledger(1000.0).wants((1,), 1000.0)
+    for size in (900.0, 1100.0):
+        ledger = graphs.Ledger(1000.0)
+        ledger.wants((1,), size)
+        assert ledger.wants((1,), size) is (size < 1000.0), "a large one that does not fit is not captured"
     many = graphs.Ledger(1e9)
     for n in range(2 * graphs.MOST_GRAPHS):
         many.wants((n,))
