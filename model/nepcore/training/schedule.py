@@ -21,8 +21,8 @@ class Schedule:
         stage: Its settings.
         epoch: Epochs of it that have ended.
         lr: Learning rate of the next one.
-        least: Smallest loss so far, and ``waited``, epochs since it fell by more than :data:`THRESHOLD`; both begin
-            anew when the plateau scheduler lowers the rate.
+        least: Smallest loss so far, by steps of more than :data:`THRESHOLD`.
+        waited: Epochs since it fell; counted anew when the plateau scheduler lowers the rate.
         best: Smallest loss so far.
         stalled: Epochs since then.
     """
