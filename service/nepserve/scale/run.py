@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,7 @@ def run(wanted: Wanted, loaded: Loaded, *, loader: str = "nepcore:load") -> int:
     if secret is not None:
         values["api_keys"] = [*values.get("api_keys", ()), f"made-at-start:{secret}:admin"]
     address_file = None if wanted.address_file is None else wanted.address_file.absolute()
+    early = _defer_interrupt() if wanted.ray_address is None else []
     try:
         with RayCluster(wanted.ray_address) as cluster:
             gpus = _gpus_of_each(wanted, settings, cluster)
@@ -107,6 +109,7 @@ def run(wanted: Wanted, loaded: Loaded, *, loader: str = "nepcore:load") -> int:
             group = Group(cluster, policy, address_file, drain_seconds=settings.shutdown_timeout)
             # Ray has handlers of its own, which would leave replicas to themselves.
             group.handle_signals()
+            group.stopping = bool(early)
             _greet(policy, share, settings, cluster)
             if secret is not None:
                 print(f"API key made for this run: {secret}", file=sys.stderr)  # noqa: T201
@@ -147,6 +150,24 @@ def with_devices(values: dict[str, Any], share: Share) -> dict[str, Any]:
     if share.gpus:
         return {**values, "device": "cuda"}
     return {"threads": max(1, int(share.cpus)), **values, "device": "cpu"}
+
+
+def _defer_interrupt() -> list[int]:
+    """Let Ctrl-C wait until a Ray of our own has started: cut short, it would leave parts of it behind for a while.
+
+    Returns:
+        Is not empty once it came. A second one does not wait.
+    """
+    came: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+        log.info("SIGINT: it ends when Ray has started (Ctrl-C ends it at once)")
+
+    signal.signal(signal.SIGINT, note)
+    return came
 
 
 def _gpus_of_each(wanted: Wanted, settings: Settings, cluster: RayCluster) -> float:

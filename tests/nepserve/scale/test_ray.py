@@ -85,6 +85,15 @@ def test_replicas_that_die_under_load_lose_nothing_and_come_back(address_file: P
     assert "was lost" in scaling.log
 
 
+def test_ctrl_c_while_ray_starts_leaves_nothing(address_file: Path) -> None:
+    with Scaling(address_file, {"replicas": 1, "cpus": 0.5}, device="cpu") as scaling:
+        scaling.wait_for(lambda: any(p.name() == "gcs_server" for p in scaling.descendants()))
+        started = scaling.descendants()
+        assert scaling.interrupt() == 0, scaling.log
+    assert [p for p in started if not is_gone(p.pid, 10)] == []
+    assert "is ready" not in scaling.log
+
+
 @pytest.fixture
 def ray_head(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A Ray cluster of one node that has, as far as it knows, two GPUs."""
