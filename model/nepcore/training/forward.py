@@ -93,9 +93,11 @@ def usual(dtype: torch.dtype, device: torch.device) -> str:
     if dtype != torch.float32 or device.type != "cuda":
         return SUMS
     try:
-        from . import kernels  # noqa: F401
-    except ImportError as error:
-        _logger.info("training without kernels: %s", error)
+        from . import kernels
+
+        kernels.try_out(device)
+    except Exception as error:  # a missing compiler, another driver: there is another way
+        _logger.warning("training without Triton's kernels, which is slower: %s", error)
         return SUMS
     return KERNELS
 

@@ -265,6 +265,26 @@ def radial_spread(pairs: Pairs, by_forces: Tensor, by_virial: Tensor, frame: Ten
     return out
 
 
+def try_out(device: torch.device) -> None:
+    """Compile and run each kernel once, for two atoms: raises whatever stands in the way on this device."""
+    long, short = torch.int64, torch.int32
+    vectors = torch.tensor([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]])
+    pairs = Pairs(
+        vectors.to(device), torch.tensor([1, 0], dtype=short, device=device),
+        torch.tensor([0, 1], dtype=long, device=device), torch.ones(2, dtype=short, device=device),
+        torch.zeros(2, dtype=long, device=device), torch.zeros(2, dtype=long, device=device),
+        torch.full((1, 1), 0.5, device=device), 1,
+    )  # fmt: skip
+    sums = radial_sums(pairs)
+    forces, _ = radial_forces(pairs, torch.ones_like(sums))
+    found = radial_spread(pairs, forces, torch.zeros((1, 9), device=device), torch.zeros(2, dtype=long, device=device))
+    # f_0 = fc is ½ half way to the cutoff, and its slope −π/4: twice that for a pair, and the same way back.
+    expected = torch.tensor([0.5, -0.5 * torch.pi, 0.25 * torch.pi**2])
+    measured = torch.stack([sums[0, 0], forces[0, 0], found[0, 0]]).cpu()
+    if not torch.allclose(measured, expected, rtol=1e-4):
+        raise RuntimeError(f"Triton's kernels give {measured.tolist()} where {expected.tolist()} is right")
+
+
 def geometry_of(
     arrays: Arrays, width: int, sizes: Sizes, inverse_rc: Tensor, cutoff_angular: Tensor, far: float, tables: Harmonics
 ) -> Geometry:

@@ -88,8 +88,25 @@ def test_kernels_are_for_single_precision() -> None:
     with pytest.raises(ModelError, match="float32"):
         made(KERNELS)
     cuda = torch.device("cuda")
-    assert usual(torch.float32, cuda) == KERNELS
     assert usual(torch.float64, cuda) == usual(torch.float32, torch.device("cpu")) == "sums"
+
+
+def test_kernels_are_tried_out_before_they_are_the_usual_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    from nepcore.training import kernels
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernels.try_out(device)
+    real, tried = kernels.try_out, []
+    monkeypatch.setattr(kernels, "try_out", lambda _: tried.append(real(device)))
+    assert usual(torch.float32, torch.device("cuda")) == KERNELS
+    assert tried == [None]
+    monkeypatch.setattr(kernels, "radial_forces", lambda *_: (torch.zeros(2, 3, device=device), None))
+    with caplog.at_level("WARNING", "nepcore"):
+        assert usual(torch.float32, torch.device("cuda")) == "sums"
+    assert "without Triton's kernels" in caplog.text
 
 
 @pytest.mark.parametrize("form", ["mse", "rmse"])
