@@ -112,6 +112,8 @@ class Training:
         compiled: bool = False, in_memory: float = IN_MEMORY,
     ) -> None:  # fmt: skip
         self.device = device_of(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # where kernels, graphs and NCCL look
         self.group = Group.join(self.device)
         self.directory = None if directory is None else RunDirectory(Path(directory))
         self.train_indices = np.arange(len(train))
