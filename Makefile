@@ -35,7 +35,7 @@ given = $(if $(filter command line,$(origin $(1))),$(2) $($(1)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-full lint format bench docs wheel lock clean
+.PHONY: help serve test test-full lint format bench docs wheel lock images clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -72,6 +72,9 @@ wheel: $(TEST_READY) ## Build the package into dist/.
 lock: $(TEST_READY) ## Pin what goes into the images to what is installed here.
 	$(RUN)/python docker/lock.py > docker/constraints.txt.new
 	mv docker/constraints.txt.new docker/constraints.txt
+
+images: ## Build both images without a registry and try them; needs root, buildah, debootstrap. ARGS="cuda --keep".
+	$(PYTHON) deploy/check-images $(ARGS)
 
 clean: ## Remove the virtual environment, caches and everything that was built.
 	rm -rf $(VENV) site dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis

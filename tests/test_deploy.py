@@ -46,11 +46,64 @@ def test_the_yaml_is_clean():
 
 
 def test_the_scripts_are_clean():
-    run(tool("shellcheck"), str(DEPLOY / "slurm.sh"))
+    run(tool("shellcheck"), str(DEPLOY / "slurm.sh"), str(ROOT / "docker/install.sh"))
 
 
 def test_the_dockerfiles_are_clean():
     run(tool("hadolint"), str(ROOT / "Dockerfile.cuda"), str(ROOT / "Dockerfile.rocm"))
+
+
+@pytest.mark.parametrize("profile", ["nvidia", "amd"])
+def test_compose_understands_its_file(profile):
+    """By the old program of that name or by docker's plugin, whichever there is; neither needs a daemon for it."""
+    program = shutil.which("docker-compose")
+    command = [program] if program else [tool("docker"), "compose"]
+    done = run(*command, "-f", str(DEPLOY / "compose.yaml"), "--profile", profile, "config")
+    service = yaml.safe_load(done.stdout)["services"][profile]
+    assert service["read_only"] is True
+    if profile == "amd":
+        said = [device["source"] if isinstance(device, dict) else device for device in service["devices"]]
+        assert [device.partition(":")[0] for device in said] == ["/dev/kfd", "/dev/dri"]
+    else:
+        assert service["deploy"]["resources"]["reservations"]["devices"][0]["driver"] == "nvidia"
+
+
+def sections(name: str) -> dict[str, str]:
+    """Of an Apptainer definition: its header under an empty name, then its parts."""
+    parts = re.split(r"^%(\w+)\n", (DEPLOY / name).read_text("utf-8"), flags=re.MULTILINE)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def test_the_apptainer_definition_does_what_the_dockerfiles_do():
+    found = sections("nepserve.def")
+    assert set(found) == {"", "files", "post", "environment", "runscript"}
+    header = dict(line.split(": ", 1) for line in found[""].splitlines() if line[:1] not in {"", "#"})
+    dockerfile = (ROOT / "Dockerfile.cuda").read_text("utf-8")
+    assert header == {"Bootstrap": "docker", "From": re.search(r"^ARG BASE_IMAGE=(\S+)", dockerfile, re.MULTILINE)[1]}
+    for line in found["files"].split("\n"):
+        if line.strip():
+            source, target = line.split()
+            assert (ROOT / source).exists(), source
+            assert target == f"/src/{source}"
+    for part in ("post", "environment", "runscript"):
+        run("sh", "-n", "-c", found[part])
+    steps = re.findall(r"install\.sh (\w+)", found["post"])
+    assert steps == re.findall(r"^RUN \S+install\.sh (\w+)", dockerfile, re.MULTILINE)
+    given = dict(re.findall(r"(\w+)='?([^'\s]*)'?", found["post"].splitlines()[0].strip().removeprefix("export ")))
+    for name in ("TORCH", "TORCH_INDEX_URL", "CONSTRAINTS"):
+        assert given[name] == re.search(rf"^ARG {name}=(\S*)", dockerfile, re.MULTILINE)[1]
+    for name, value in re.findall(r"(\w+)=(\S+)", found["environment"]):
+        if name != "PATH":
+            assert f"{name}={value}" in dockerfile
+
+
+def test_the_check_of_the_images_says_what_it_needs():
+    program = str(DEPLOY / "check-images")
+    said = run(sys.executable, program, "--help").stdout
+    for option in ("--base", "--torch-index", "--pip-conf", "--volume", "--keep"):
+        assert option in said
+    done = subprocess.run([sys.executable, program, "metal"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "there is no Dockerfile.metal" in done.stderr) == (2, True)
 
 
 def test_the_unit_is_what_systemd_understands(tmp_path):
