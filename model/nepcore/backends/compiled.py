@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import types as python_types
+import warnings
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,10 @@ class CompiledBlock:
         if self._by_autograd:
             function = with_forces_inside(self._shape, self._form, tables, example)
         compiled: Callable[[Tables, Rows], Results] = torch.compile(_own_code(function), fullgraph=True)
-        compiled(tables, example)
+        with warnings.catch_warnings():
+            # It is off on purpose: ten bits are too few for energies.
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+            compiled(tables, example)
         return compiled
 
 

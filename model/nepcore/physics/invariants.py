@@ -99,15 +99,20 @@ def gradient_terms(switch: str, l_max: int) -> tuple[tuple[int, tuple[Monomial, 
 
 
 def _depends_on(switch: str, l_max: int) -> tuple[int, int]:
-    """Range of b, first and behind the last, that a higher invariant is made of."""
     every = [b for b, _ in gradient_terms(switch, l_max)]
-    return min(every), max(every) + 1
+    return (min(every), max(every) + 1) if every else (0, 0)
+
+
+_DEPENDS_ON = {
+    (switch, l_max): _depends_on(switch, l_max) for switch in _TABLES for l_max in range(1, harmonics.MAX_L + 1)
+}
+"""Range of b, first and behind the last, that a higher invariant is made of: plain numbers, for compilers."""
 
 
 class Monomials(NamedTuple):
     """A higher invariant and its gradient as tables of monomials: M in the invariant, G by b (slower) and term.
 
-    The gradient's are those of b in :func:`_depends_on`.
+    The gradient's are those of b in :data:`_DEPENDS_ON`.
     """
 
     factors: Tensor  # (M,)
@@ -131,7 +136,7 @@ def tables(
         longest = max(map(len, by_index.values()))
         rest = (0,) * (len(terms[0][1]) - 1)
         flat: list[Monomial] = []
-        for b in range(*_depends_on(switch, l_max)):
+        for b in range(*_DEPENDS_ON[switch, l_max]):
             own = by_index.get(b, ())
             flat += [*own, *[(0.0, rest)] * (longest - len(own))]
         pairs = []
@@ -218,7 +223,7 @@ def gradient(
         total = torch.stack(out)
         for position, t in enumerate(by_tables):
             if t is not None:
-                first, behind = _depends_on(switches[position], l_max)
+                first, behind = _DEPENDS_ON[switches[position], l_max]
                 terms = _terms(s, t.gradient_factors, t.gradient_indices).unflatten(0, (behind - first, -1))
                 total[first:behind] += slope[l_max + position] * terms.sum(dim=1)
         return total
