@@ -139,10 +139,11 @@ def test_a_cluster_that_is_there_is_used_and_left(ray_head: str, address_file: P
     model = write_toy(tmp_path / "nep.txt", "Si", "Ge")
     wanted = {
         "ray_address": ray_head, "least": 1, "most": 2, "queue_atoms": 20, "up_seconds": 1, "down_seconds": 4,
+        "gpus": 1,
     }  # fmt: skip
-    flags = {"models": [str(model)], "probe_interval": 5}
-    options = {"stand_in": {"seconds": 0.05}, **flags}
-    with Scaling(address_file, wanted, **options) as scaling:
+    # The GPUs are not there; the stand-in computes on the CPU whatever it is given.
+    options = {"stand_in": {"seconds": 0.05}, "models": [str(model)], "probe_interval": 5}
+    with Scaling(address_file, wanted, device="cpu", **options) as scaling:
         one = scaling.wait_for_addresses(1)
         with Load(address_file, SMALL, clients=12) as load:
             # Eleven structures of 8 atoms wait while one is computed.
