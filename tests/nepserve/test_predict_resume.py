@@ -338,3 +338,24 @@ def test_a_bad_frame_is_named_whatever_is_under_way(tmp_path):
     assert (caught.value.frame, caught.value.line) == (40, starts[40] + 1)
     frames = xyz.read(tmp_path / "o.xyz.partial")
     assert frames.key_numbers("id", 1)[:, 0].tolist() == list(range(40))
+
+
+def test_the_command_hands_on_what_it_is_told(tmp_path, monkeypatch, capsys):
+    from nepserve.cli import main
+
+    told = {}
+
+    def stand_in(source, model, output, **options):
+        told.update(options)
+        raise ResumeError("the run was begun with other properties")
+
+    monkeypatch.setattr("nepserve.predict.predict", stand_in)
+    urls = ["--url", "http://a:1", "--url", "http://b:2,http://c:3"]
+    with pytest.raises(SystemExit) as ended:
+        main(["predict", "in.xyz", "-o", "o.xyz", *urls, "--resume"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "nepserve: the run was begun with other properties\n"
+    assert (told["url"], told["resume"], told["devices"]) == ("http://a:1,http://b:2,http://c:3", True, None)
+    with pytest.raises(SystemExit):
+        main(["predict", "in.xyz", "-o", "o.xyz", "--url", "http://a:1", "--url", "nonsense"])
+    assert "nonsense" in capsys.readouterr().err
