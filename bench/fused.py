@@ -236,7 +236,6 @@ SHAPES: dict[str, list[Any]] = {
     "angular_sums": [(8, 4, 1), (1, 32, 1), (16, 2, 1)],
     "angular_forces": [(2, 16, 1)],
     "network": [(1, 4, 8, 1), (2, 4, 8, 1)],
-    "ahead": [False],
     "gather": [(16, 8, 4)],
     "slopes": [(128, 4)],
 }

@@ -165,7 +165,7 @@ def test_shapes_of_programs_change_rounding_alone() -> None:
     usual = chain.interpreted(model.shape)
     small = replace(
         usual, radial_sums=(32, 4, 1), radial_forces=(16, 8, 1), angular_sums=(32, 1, 1), angular_forces=(4, 8, 1),
-        gather=(8, 4, 1), slopes=(64, 2), network=(1, 2, 32, 1), weights=(32, 1), ahead=True,
+        gather=(8, 4, 1), slopes=(64, 2), network=(1, 2, 32, 1), weights=(32, 1),
     )  # fmt: skip
     for a, b in zip(evaluated(model, lists, usual), evaluated(model, lists, small), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)

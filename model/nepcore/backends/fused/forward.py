@@ -37,7 +37,6 @@ class Tiles:
         radial_sums, radial_forces, angular_sums, angular_forces, gather, repulsion: (atoms, lanes of an atom, warps).
         slopes: (lanes, warps).
         network: (atoms of a lane, lanes of an atom, of both together, warps).
-        ahead: Whether weights of the network are fetched ahead.
         weights: (lanes, warps).
     """
 
@@ -50,7 +49,6 @@ class Tiles:
     slopes: tuple[int, int]
     network: tuple[int, int, int, int]
     weights: tuple[int, int]
-    ahead: bool = False
 
 
 def tiles(shape: Shape) -> Tiles:
@@ -71,7 +69,7 @@ def tiles(shape: Shape) -> Tiles:
 def hasty(shape: Shape) -> Tiles:
     """Those for small structures, of which there may be one alone: many lanes an atom, so that nobody waits long.
 
-    Batches of many take up to a tenth longer by them; most of their time goes into the search.
+    Batches of many do not take longer by them: most of their time goes into the search and the copies.
     """
     return Tiles(
         radial_sums=(1, 32, 1),
@@ -83,7 +81,6 @@ def hasty(shape: Shape) -> Tiles:
         slopes=(32, 1),
         network=(1, 8, 4, 1),
         weights=(32, 1),
-        ahead=True,
     )
 
 
@@ -180,8 +177,7 @@ def forward(
         model.w2, model.bias, model.scaler, scratch["hidden"], q, outputs.energy,
         q if outputs.descriptors is None else outputs.descriptors, N, P, model.networks,
         shape.dim, shape.row_inputs, shape.neurons, shape.hidden[1] if len(shape.hidden) > 1 else 0,
-        shape.temperature, outputs.descriptors is not None, many, sizes.ahead, R, S, A,
-        num_warps=warps, **options,
+        shape.temperature, outputs.descriptors is not None, many, R, S, A, num_warps=warps, **options,
     )  # fmt: skip
     with branches.aside(RADIAL):
         lanes, warps = sizes.weights

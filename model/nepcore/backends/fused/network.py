@@ -44,15 +44,14 @@ def network(
     q, energy, descriptors,
     N, P, M,
     D: tl.constexpr, ROW: tl.constexpr, H: tl.constexpr, H2: tl.constexpr,
-    TEMPERATURE: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr, AHEAD: tl.constexpr,
+    TEMPERATURE: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
     R: tl.constexpr, S: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     """Site energies U_i (N,) in float64, and ∂U_i/∂q in the place of q (D, N), of R · A atoms of one element a program.
 
     The inputs of an atom are dealt to S lanes, each of which works for R atoms: tiles are [R, S, A], input d = p S + s
     is tile p of lane s. Rows of w0 (M, H, ROW) are padded with zeros to a multiple of S. With two layers ``hidden``
-    (H + H2, N) is a scratch. With AHEAD the weights of the next neurons are fetched while these are worked on, which
-    pays where few programs run.
+    (H + H2, N) is a scratch.
     """
     lane = tl.arange(0, R)[:, None] * A + tl.arange(0, A)[None, :]  # (R, A)
     if ORDERED:
@@ -105,18 +104,9 @@ def network(
     layer = w0 + net * (H * ROW) + copy
     h = 0
     if H2 == 0:
-        if AHEAD:
-            coming = weights_of(layer, ROW, S) + weights_of(layer + ROW, ROW, S)
         while h < H:
-            if AHEAD:
-                these = coming
-                after = layer + tl.minimum(h + 2, H - 2) * ROW
-                coming = weights_of(after, ROW, S) + weights_of(after + ROW, ROW, S)
             for neuron in tl.static_range(2):  # two at a time: neither waits for the other
-                if AHEAD:
-                    w = these[neuron * (ROW // S) : (neuron + 1) * (ROW // S)]
-                else:
-                    w = weights_of(layer + (h + neuron) * ROW, ROW, S)
+                w = weights_of(layer + (h + neuron) * ROW, ROW, S)
                 value = tanh(product(x, w) - tl.load(b0 + net * H + h + neuron))
                 weight = tl.load(w1 + net * H + h + neuron)
                 u += weight * value
