@@ -146,6 +146,12 @@ class Sessions:
     def open(self, owner: str, opening: Opening, now: float) -> Session:
         """A new session; others go if there are too many."""
         session = Session(owner, opening, now)
+        self.add(session)
+        return session
+
+    def add(self, session: Session) -> None:
+        """Keep a new session; others go if there are too many."""
+        owner = session.owner
         own = self._own.setdefault(owner, OrderedDict())
         while len(own) >= self.limit_each:
             self.drop(next(iter(own.values())))
@@ -154,7 +160,6 @@ class Sessions:
         self._own.setdefault(owner, own)[session.id] = session
         self._all[session.id] = session
         self._atoms += len(session)
-        return session
 
     def get(self, id_: str, owner: str) -> Session | None:
         """The session of that id, if it is there and the owner's."""

@@ -287,6 +287,117 @@ def test_a_client_that_goes_away_in_the_middle(server: ServerProcess) -> None:
     assert np.isfinite(found["forces"]).all()
 
 
+def test_an_opening_that_fails_takes_no_place(model: Path) -> None:
+    with (
+        serving(f"si={model}", frame_socket=0, max_sessions_per_key=1) as server,
+        socket.create_connection(place(server), timeout=30) as sock,
+    ):
+        one = crystal(1)
+        opening = {"numbers": one.numbers.tolist(), "cell": one.cell.tolist()}
+        sock.sendall(frame.pack(frame.OPEN, json.dumps(opening).encode()))
+        assert read_frame(sock)[0].kind == frame.OPENED
+        for wrong in ({"numbers": [92]}, {"numbers": []}, {"numbers": [14], "model": "none"}):
+            assert httpx.post(f"{server.url}/v1/sessions", json=wrong).status_code in {404, 422, 400}
+            sock.sendall(frame.pack(frame.OPEN, json.dumps(wrong).encode()))
+            assert read_frame(sock)[0].kind == frame.ERROR
+        sock.sendall(frame.pack_request(one.positions, None, 0, 1))
+        assert read_frame(sock)[0].kind == frame.RESULT
+        assert count(server) == 1
+
+
+# HTTP by hand -----------------------------------------------------------------------------------------------------
+
+
+def put(id_: str, body: bytes, *more: str) -> bytes:
+    lines = [
+        f"PUT /v1/sessions/{id_}/positions HTTP/1.1", "Host: here", f"Content-Type: {frame.CONTENT_TYPE}",
+        f"Content-Length: {len(body)}", *more, "", "",
+    ]  # fmt: skip
+    return "\r\n".join(lines).encode() + body
+
+
+def http_answer(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += sock.recv(1)
+    head = data.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in head[1:] if line)
+    size = int(headers["content-length"])
+    body = b""
+    while len(body) < size:
+        body += sock.recv(size - len(body))
+    return int(head[0].split()[1]), headers, body
+
+
+STEP = frame.pack_request(np.array([[0.0, 0, 0], [0, 0, 2.2]]), None, 0, 5)
+
+
+def test_a_step_is_the_same_however_its_request_arrives(server: ServerProcess) -> None:
+    id_ = opened(server)
+    with socket.create_connection(server.address, timeout=30) as sock:
+        whole = put(id_, STEP)
+        sock.sendall(whole)
+        status, headers, first = http_answer(sock)
+        assert (status, headers["content-type"]) == (200, frame.CONTENT_TYPE)
+        for cut_at in (20, len(whole) - len(STEP), len(whole) - 10):
+            sock.sendall(whole[:cut_at])
+            time.sleep(0.05)
+            sock.sendall(whole[cut_at:])
+            assert http_answer(sock)[::2] == (200, first)
+        # One behind the other, among others of another kind and with a name of its own.
+        sock.sendall(whole * 3 + b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n" + put(id_, STEP, "X-Request-Id: mine"))
+        for _ in range(3):
+            assert http_answer(sock)[::2] == (200, first)
+        assert http_answer(sock)[0] == 200
+        status, headers, body = http_answer(sock)
+        assert (status, headers["x-request-id"], body) == (200, "mine", first)
+        chunked = put(id_, b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
+        sock.sendall(chunked + b"%x\r\n%b\r\n0\r\n\r\n" % (len(STEP), STEP))
+        assert http_answer(sock)[::2] == (200, first)
+        sock.sendall(put(id_, STEP, "Connection: close"))
+        assert http_answer(sock)[::2] == (200, first)
+        assert sock.recv(1) == b""
+
+
+def test_steps_by_hand_that_fail(server: ServerProcess) -> None:
+    id_ = opened(server)
+    with socket.create_connection(server.address, timeout=30) as sock:
+        for request, status, code in (
+            (put("nothing", STEP), 404, "session_lost"), (put(id_, STEP[:-8]), 400, "bad_frame"),
+            (put(id_, b""), 400, "bad_frame"), (put(id_, STEP, "X-Priority: high"), 400, "bad_header"),
+            (put(id_, STEP, "X-Request-Timeout: soon"), 400, "bad_header"),
+            (put(id_, frame.pack_request(np.zeros((2, 3)), None, 0, 1)), 422, "coincident_atoms"),
+        ):  # fmt: skip
+            sock.sendall(request)
+            found, headers, body = http_answer(sock)
+            document = json.loads(body)
+            assert (found, document["code"]) == (status, code)
+            assert headers["content-type"] == "application/problem+json"
+            assert document["request_id"] == headers["x-request-id"]
+        sock.sendall(put(id_, STEP))
+        assert http_answer(sock)[0] == 200
+        # What comes after a request that cannot be read is not answered.
+        sock.sendall(put(id_, STEP) + b"\0\0\0\r\n\r\n")
+        answers = b""
+        while piece := sock.recv(65536):
+            answers += piece
+        assert b"400 Bad Request" in answers
+
+
+def test_a_step_whose_client_goes_away_is_taken_back(server: ServerProcess) -> None:
+    one = crystal(4)
+    client = Client(server.url)
+    for _ in range(5):
+        described = {"numbers": one.numbers.tolist(), "cell": one.cell.tolist()}
+        id_ = httpx.post(f"{server.url}/v1/sessions", json=described).json()["id"]
+        with socket.create_connection(server.address, timeout=30) as sock:
+            sock.sendall(put(id_, frame.pack_request(one.positions, None, 0, 1)))
+    found = Session(client, one.numbers).step(one.positions, one.cell, ALL)
+    assert np.isfinite(found["forces"]).all()
+    text = httpx.get(f"{server.url}/metrics").text
+    assert re.search(r"^nepserve_requests_in_flight 0\.0$", text, re.MULTILINE)
+
+
 # The websocket ----------------------------------------------------------------------------------------------------
 
 
@@ -421,6 +532,27 @@ def test_keys_are_asked_for_and_sessions_are_the_keys_own(model: Path, tmp_path:
             assert len(energies) == 1
             for session in many:
                 session.close()
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(30)
+            sock.connect(str(place_))
+            # A stranger may not send much.
+            sock.sendall(frame.HEAD.pack(frame.MAGIC, frame.VERSION, frame.OPEN, 0, 0, frame.MAX_OPENING + 1, 0))
+            assert b"body_too_large" in read_frame(sock)[1]
+            assert sock.recv(1) == b""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(30)
+            sock.connect(str(place_))
+            sock.sendall(frame.pack(frame.OPEN, json.dumps({"api_key": "0123456789abcdef"}).encode()))
+            head, payload = read_frame(sock)
+            assert (head.kind, payload) == (frame.OPENED, b"{}")
+            opening = json.dumps({"api_key": "0123456789abcdef", "numbers": [14]}).encode()
+            sock.sendall(frame.pack(frame.OPEN, opening.ljust(frame.MAX_OPENING + 1)))
+            head, payload = read_frame(sock)
+            assert head.kind == frame.OPENED, payload
+        many_atoms = np.full(300_000, 14)
+        stranger = Session(Client(server.url, api_key="x" * 20, steps=f"frames://{place_}"), many_atoms)
+        with pytest.raises(NepserveError, match="unauthorized"):
+            stranger.step(np.zeros((len(many_atoms), 3)), one.cell, ("energy", "forces"))
         told = {"Authorization": "Bearer 0123456789abcdef"}
         id_ = httpx.post(f"{server.url}/v1/sessions", json={"numbers": [14]}, headers=told).json()["id"]
         other = {"Authorization": "Bearer fedcba9876543210"}
@@ -433,7 +565,7 @@ def test_keys_are_asked_for_and_sessions_are_the_keys_own(model: Path, tmp_path:
 @pytest.mark.parametrize("way", WAYS)
 def test_an_idle_session_is_opened_again(model: Path, way: str) -> None:
     one = crystal(1)
-    with serving(f"si={model}", frame_socket=0, session_idle=0.2) as server:
+    with serving(f"si={model}", frame_socket=0, session_idle=1.0) as server:
         session = Session(Client(server.url, steps=steps_of(server, way)), one.numbers)
         first = session.step(one.positions, one.cell, ALL)
         end = time.monotonic() + 10

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nepserve.wire.problem import CONTENT_TYPE, problem
 
+from .direct import is_step
 from .stream import HEAD_SECONDS, WRITE_SECONDS, Stream
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Connection(HttpToolsProtocol):
     head_size = 0
     discarded = 0
     write_paused_at: float | None = None
+    held: list[bytes] | None = None
+    """Parts of the body of a step that may be answered from here, if all of it comes at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse connections beyond the limit, and start the clock of the first request."""
@@ -59,7 +62,14 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._stay(data[upgrade.args[0] :])
         except httptools.HttpParserError:
+            self.held = None
             self.refuse(400, "bad_request", "this is not HTTP/1.1")
+        if self.held is not None:
+            # Its body is still on its way: nothing that the usual way would not do better.
+            parts, self.held = self.held, None
+            super().on_headers_complete()
+            for part in parts:
+                super().on_body(part)
         if self.in_head:
             self.head_size += len(data)
             if self.head_size > MAX_HEAD:
@@ -79,7 +89,22 @@ class Connection(HttpToolsProtocol):
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEAD:
             self._head_too_large()
             return
+        if self._direct():
+            self.held = []
+            return
         super().on_headers_complete()
+
+    def _direct(self) -> bool:
+        """Whether the request is one that is answered without ASGI, if its body comes with it."""
+        return (
+            is_step(self.parser.get_method(), self.url, self.headers)
+            and (self.cycle is None or self.cycle.response_complete)
+            and self.write_paused_at is None
+            and not self.transport.is_closing()
+            and self.parser.get_http_version() == "1.1"
+            and self.parser.should_keep_alive()
+            and hasattr(self.app, "direct")
+        )
 
     def _stay(self, rest: bytes) -> None:
         """Read a request that offers another protocol as if it did not: its parser would drop the body.
@@ -111,6 +136,9 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of a body, or throw it away if its request was answered already."""
+        if self.held is not None:
+            self.held.append(body)
+            return
         if self.cycle is not None and self.cycle.response_complete:
             self.discarded += len(body)
             if self.discarded > LINGER_BYTES and not self._ends():
@@ -128,6 +156,10 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self.in_body = False
+        if self.held is not None:
+            parts, self.held = self.held, None
+            self.app.direct(self, parts[0] if len(parts) == 1 else b"".join(parts))
+            return
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from nepserve.wire.request import WireError
 
 from . import problems, websocket
+from .direct import DirectStep
 from .limits import ClientGone
 from .sessions import ROUTE as SESSIONS
 from .stream import STREAM_ROUTE
@@ -105,7 +106,7 @@ class Door:
             return
         call = Call(scope)
         try:
-            self._admit(call)
+            self.admit(call)
             if call.path.startswith(SESSIONS) and call.path[len(SESSIONS) :][:1] in {"", "/"}:
                 status, headers, body = await self.stepping.answer(call, receive)
                 await self._send(call, send, status, headers, body)
@@ -116,12 +117,30 @@ class Door:
             else:
                 await self._through_api(call, scope, receive, send)
         except ClientGone:
-            call.status, call.note = 499, "the client went away"
-            self.service.metrics.abandoned.add()
+            self._gone(call)
         except Exception as error:
             await self._refuse(call, send, error)
         finally:
-            self._note(call)
+            self.note(call)
+
+    def direct(self, connection: Connection, body: bytes) -> DirectStep:
+        """Begin with a step (:func:`.direct.is_step`) of which all is here."""
+        call = Call({**connection.scope, "method": "PUT", "path": connection.url.decode()})
+        cycle = DirectStep(
+            self, call, connection.transport, connection.server_state.default_headers, connection.on_response_complete
+        )
+        connection.cycle = cycle  # type: ignore[assignment]
+        cycle.begin(body)
+        return cycle
+
+    def abandon(self, call: Call) -> None:
+        """Note a request whose client went away."""
+        self._gone(call)
+        self.note(call)
+
+    def _gone(self, call: Call) -> None:
+        call.status, call.note = 499, "the client went away"
+        self.service.metrics.abandoned.add()
 
     def upgrade(self, connection: Connection, scope: Scope, rest: bytes) -> bool:
         """Make a session's stream of an HTTP connection that asks for a websocket.
@@ -135,7 +154,7 @@ class Door:
         call = Call(scope)
         call.route = STREAM_ROUTE
         try:
-            self._admit(call)
+            self.admit(call)
             if call.method != "GET":
                 raise WireError(None, "method_not_allowed", f"{call.method} is not for this address", allow=["GET"])
             session = self.stepping.find(id_, call.client)
@@ -151,24 +170,29 @@ class Door:
             transport.set_protocol(stream)
             if rest:
                 stream.data_received(rest)
-        self._note(call)
+        self.note(call)
         return True
 
     async def _refuse(self, call: Call, send: Send, error: Exception) -> None:
         """Answer with a problem. Not in ``__call__``: a local of a frame that the error's traceback holds would keep
         both, and the body with them, until the garbage is collected.
         """
+        status, headers, body = self.problem(call, error)
+        if call.status == 0:
+            await self._send(call, send, status, headers, body)
+
+    def problem(self, call: Call, error: Exception) -> tuple[int, problems.Headers, bytes]:
+        """Status, headers and body of the answer to a request that failed; noted and counted."""
         wire_error = problems.as_wire_error(error)
         if wire_error is None:
             log.error("request %s failed: %s", call.id, error, exc_info=error, extra={"request_id": call.id})
             wire_error = problems.internal()
         call.note = wire_error.code
-        if call.status == 0:
-            if wire_error.status in _SHED:
-                self.service.metrics.shed.add(wire_error.code)
-            await self._send(call, send, *problems.answer(wire_error, call.id))
+        if call.status == 0 and wire_error.status in _SHED:
+            self.service.metrics.shed.add(wire_error.code)
+        return problems.answer(wire_error, call.id)
 
-    def _admit(self, call: Call) -> None:
+    def admit(self, call: Call) -> None:
         """Check the key.
 
         Raises:
@@ -211,7 +235,8 @@ class Door:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _note(self, call: Call) -> None:
+    def note(self, call: Call) -> None:
+        """Count and log a request that was answered."""
         seconds = time.perf_counter() - call.started
         route = call.route or "other"
         self.service.metrics.answered(call.model, route, call.status, seconds)

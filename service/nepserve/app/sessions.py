@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 
 from nepserve import wire
+from nepserve.sessions import Session
 from nepserve.wire import frame, negotiation, steps
 from nepserve.wire.request import WireError
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from nepserve.dispatch import Answer
     from nepserve.models import Version
     from nepserve.scheduler import Priority
-    from nepserve.sessions import Session
 
     from .door import Call
     from .problems import Headers
@@ -84,8 +84,8 @@ class Stepping:
 
     # -- for every way in ------------------------------------------------------------------------------------------
 
-    def open(self, message: dict[str, Any], client: str) -> Session:
-        """Open a session.
+    def open(self, message: dict[str, Any], client: str, instead: Session | None = None) -> Session:
+        """Open a session, ``instead`` of another that goes once it is sure that there is a new one.
 
         Raises:
             WireError, and whatever else :func:`.problems.as_wire_error` knows: It cannot be.
@@ -94,12 +94,12 @@ class Stepping:
         service.refuse_unless_serving()
         opening = steps.read_opening(message, service.limits)
         version = service.registry.get(opening.model)
-        session = self.sessions.open(client, opening, time.monotonic())
-        try:
-            self._check_opening(session, version)
-        except WireError:
-            self.sessions.drop(session)
-            raise
+        session = Session(client, opening, time.monotonic())
+        self._check_opening(session, version)
+        # Only now, as a session may take the place of others.
+        if instead is not None:
+            self.sessions.drop(instead)
+        self.sessions.add(session)
         return session
 
     def _check_opening(self, session: Session, version: Version) -> None:

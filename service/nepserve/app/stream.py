@@ -56,6 +56,10 @@ class Desk:
         route: Name of this way in, for metrics.
         client: Whose frames they are; None for a connection that has to say so when it opens a session.
         session: The session; None for a connection that opens it by a frame.
+
+    Attributes:
+        busy: Whether a frame is being answered.
+        known: Whether the client has shown a key, if one is needed.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Desk:
         self._client = client
         self._session = session
         self._opens = session is None
+        self.known = session is not None or not len(stepping.service.keys)
         self._step: Step | None = None
         self._head = frame.Head(0, 0, 0, 0, 0)
         self._started = 0.0
@@ -106,9 +111,6 @@ class Desk:
             step.answer.add_done_callback(self._answered)
 
     def _open(self, payload: bytes | memoryview) -> None:
-        if self._session is not None:
-            self._stepping.sessions.drop(self._session)
-            self._session = None
         message = json_text.parse(bytes(payload))
         if not isinstance(message, dict):
             raise WireError(None, "bad_value", f"a session is opened by an object, not by {describe(message)}")
@@ -121,8 +123,15 @@ class Desk:
                     None, "unauthorized", "a key is needed: send it as api_key" if given is None
                     else "this key is not known here",
                 )  # fmt: skip
-            self._client = key.name
-        session = self._session = self._stepping.open(message, self._client)
+            if self._session is not None and key.name != self._client:
+                # What one key opened is not another's.
+                self._stepping.sessions.drop(self._session)
+                self._session = None
+            self._client, self.known = key.name, True
+        if given is not None and not message:
+            self._finish(frame.pack(frame.OPENED, b"{}", sequence=self._head.sequence), 200)
+            return
+        session = self._session = self._stepping.open(message, self._client, self._session)
         described = orjson.dumps(self._stepping.describe(session))
         self._finish(frame.pack(frame.OPENED, described, atoms=len(session), sequence=self._head.sequence), 200)
 
@@ -320,7 +329,7 @@ class FrameSocket(Stream):
             if not frame.MAGIC.startswith(bytes(self.buffer[:4])):
                 frame.read_head(bytes(self.buffer).ljust(size, b"\0"), self.most)
             return False
-        head = frame.read_head(self.buffer, self.most)
+        head = frame.read_head(self.buffer, self.most if self.desk.known else min(self.most, frame.MAX_OPENING))
         end = size + head.size
         if have < end:
             return False

@@ -6,8 +6,6 @@ written here because a general library spends more time on a step than the rest 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 import struct
 from typing import TYPE_CHECKING
@@ -17,6 +15,7 @@ import numpy as np
 import orjson
 
 from nepserve.wire import frame
+from nepserve.wire.handshake import proof
 from nepserve.wire.request import WireError
 
 from .sessions import ROUTE
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from .sessions import Stepping
 
-_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
 _CONTINUATION, _TEXT, _BINARY, _CLOSE, _PING, _PONG = 0, 1, 2, 8, 9, 10
@@ -63,10 +61,9 @@ def accept(headers: Mapping[bytes, bytes]) -> bytes:
     key = headers.get(b"sec-websocket-key", b"").strip()
     if not _KEY.fullmatch(key):
         raise WireError(None, "bad_header", "Sec-WebSocket-Key must be 16 bytes in base64", field="Sec-WebSocket-Key")
-    proof = base64.b64encode(hashlib.sha1(key + _GUID, usedforsecurity=False).digest())
     return (
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: Upgrade\r\nsec-websocket-accept: "
-        + proof
+        + proof(key)
         + b"\r\n\r\n"
     )
 

@@ -7,7 +7,6 @@ Each takes a frame to the server and brings its answer back, repeating what may 
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import struct
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from nepserve.wire import frame
+from nepserve.wire.handshake import proof
 from nepserve.wire.request import WireError
 
 from .address import Address
@@ -41,7 +41,6 @@ _MOST = 1 << 32
 _OPENINGS = 3
 """How often a session may be lost in one step."""
 
-_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _STEP_HEADERS = {"Content-Type": frame.CONTENT_TYPE, "Accept": frame.CONTENT_TYPE}
 _JSON_HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 
@@ -312,21 +311,27 @@ class Stream:
                 wire.upgrade(address, path, client.exchange.key, deadline)  # type: ignore[attr-defined]
             else:
                 wire = _Wire(raw)
-                document = dict(self._opening)
-                if client.exchange.key is not None:
-                    document["api_key"] = client.exchange.key
-                wire.send(frame.pack(frame.OPEN, json.dumps(document).encode()), call.ends)
-                head, payload = wire.receive(call.ends)
-                if head.kind == frame.ERROR:
-                    raise _RefusedError(_as_answer(payload))
-                if head.kind != frame.OPENED:
-                    raise Garbled(f"a frame of kind {head.kind} came where the session was to be opened")
+                for document in _openings(self._opening, client.exchange.key):
+                    wire.send(frame.pack(frame.OPEN, document), call.ends)
+                    head, payload = wire.receive(call.ends)
+                    if head.kind == frame.ERROR:
+                        raise _RefusedError(_as_answer(payload))
+                    if head.kind != frame.OPENED:
+                        raise Garbled(f"a frame of kind {head.kind} came where the session was to be opened")
         except BaseException:
             raw.close()
             raise
         client.exchange.reached()
         self._wire = wire
         return wire
+
+
+def _openings(opening: Mapping[str, Any], key: str | None) -> list[bytes]:
+    """The documents that open a session on the frame socket: a large one follows its key, and has it, too."""
+    if key is None:
+        return [json.dumps(opening).encode()]
+    whole = json.dumps({**opening, "api_key": key}).encode()
+    return [whole] if len(whole) <= frame.MAX_OPENING else [json.dumps({"api_key": key}).encode(), whole]
 
 
 class _RefusedError(Exception):
@@ -411,10 +416,9 @@ class _WebSocketWire(_Wire):
         self.send("\r\n".join([*lines, "", ""]).encode("latin-1"), deadline)
         plain = Connection.around(self._socket)
         answer, rest = plain.switch(deadline)
-        proof = base64.b64encode(hashlib.sha1(nonce + _GUID, usedforsecurity=False).digest()).decode()
         if answer.status != 101:
             raise _RefusedError(answer)
-        if answer.headers.get("sec-websocket-accept") != proof:
+        if answer.headers.get("sec-websocket-accept") != proof(nonce).decode():
             raise Garbled("the server changed to a protocol that was not asked for")
         self._buffer += rest
 

@@ -27,6 +27,9 @@ HEAD = struct.Struct("<4sBBHIIQ")
 MAGIC = b"NEPF"
 VERSION = 1
 
+MAX_OPENING = 1 << 20
+"""Largest payload that is taken before the key of a connection is known, bytes."""
+
 REQUEST, RESULT, ERROR, OPEN, OPENED = range(5)
 """Kinds of frame."""
 
