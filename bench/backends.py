@@ -46,7 +46,6 @@ from nepcore.backends import candidates, forms
 from nepcore.backends.rows import Rows, Shape, Tables, evaluate
 from nepcore.calculator import Calculator
 from nepcore.elements import SYMBOLS
-from nepcore.physics import products
 from nepcore.potential import NEP
 
 if TYPE_CHECKING:
@@ -177,12 +176,7 @@ def paths(options: argparse.Namespace, figures: Figures) -> None:
                 continue
             for name, block in batches.items():
                 figures.of(
-                    partial(Evaluation, calculator, block),
-                    block.n_atoms,
-                    system=system,
-                    backend=backend,
-                    batch=name,
-                    matrices=options.matrices,
+                    partial(Evaluation, calculator, block), block.n_atoms, system=system, backend=backend, batch=name
                 )
             if calculator.faults or calculator.graphs:
                 say(system=system, backend=backend, faults=calculator.faults, graphs=calculator.graphs)
@@ -418,12 +412,10 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", default=["inference", "training"], choices=("inference", "training"))
     parser.add_argument("--budget", type=float, default=3.0, help="seconds of repeats of one figure")
     parser.add_argument("--wait", type=float, default=600.0, help="seconds that together waits for what is compiled")
-    parser.add_argument("--matrices", action="store_true", help="compiled code calls batched matrix products")
     parser.add_argument("--turns", type=Path, help="folder in which processes take turns; used by together")
     options = parser.parse_args()
     if options.what in {"peers", "profile"} and options.backends is None:
         options.backends = ["density"]
-    products.MATRICES_IN_COMPILED = options.matrices
     if options.what in {"together", "profile"}:
         (together if options.what == "together" else profile)(options)
         return

@@ -3,6 +3,9 @@
 With M_tkb(i) = Σ f_k(r_ij) Y_b(ij) over the neighbours j of type t, the sums are s_bn = Σ_tk c[n, k, t_i, t] M_tkb, and
 the way back is W_tkb = Σ_n ds_bn c[n, k, t_i, t] once per atom, then Σ_k f_k(r_ij) W_{t_j}kb for a pair. No table of
 coefficients is gathered for a pair, and nothing of n · k numbers is written for one.
+
+On a GPU both ways are batched matrix products, compiled or not: each f_k meets every Y_b, and loops that a compiler
+makes of that take several times as long.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ def sums(
 ) -> tuple[Tensor, Tensor]:
     """See :class:`nepcore.backends.protocol.Sums`."""
     T = coefficients.shape[3]
-    if products.by_batched_matrix(basis):
+    if products.on_gpu(basis):
         return _sums_by_matrix(coefficients, basis, centre, neighbor, y)
     if products.compiling():
         return _moments_contracted(coefficients, centre, _compiled_moments(basis[0], neighbor, T, y)), basis
@@ -61,7 +64,7 @@ def _moments_contracted(coefficients: Tensor, centre: Tensor, moments: Tensor) -
 def spread(coefficients: Tensor, kept: Tensor, ds: Tensor, centre: Tensor, neighbor: Tensor) -> Tensor:
     """See :class:`nepcore.backends.protocol.Spread`."""
     T = coefficients.shape[3]
-    if products.by_batched_matrix(ds):
+    if products.on_gpu(ds):
         return _spread_by_matrix(coefficients, kept, ds, centre, neighbor)
     own = coefficients.permute(1, 0, 2, 3)[:, :, centre]  # (k, n, A, T)
     if products.compiling():

@@ -104,6 +104,7 @@ class GraphBlock:
         self.ledger = Ledger(min(MOST_BYTES, 0.25 * memory))
         self._captured: dict[Key, _Captured] = {}
         self._pool: Any = None
+        self._side: Any = None
         self._broken = ""
 
     @property
@@ -146,7 +147,9 @@ class GraphBlock:
             self._pool = torch.cuda.graph_pool_handle()
         static = Rows(*(_own(tensor) for tensor in rows))
         # Libraries set themselves up at their first call, which must not be part of a capture.
-        side = torch.cuda.Stream(device)
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)  # always the same one: memory is kept for each stream
+        side = self._side
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             self.inner(tables, static)

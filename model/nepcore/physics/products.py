@@ -4,7 +4,7 @@ A matrix library picks its kernel by the shape of the whole product and treats e
 row depend on how many rows there are and where it stands among them. On a CPU the sums are therefore written out:
 elementwise operations, and reductions along contiguous rows, do the same to every row. On a GPU, where the order of
 additions is not fixed anyway, they are matrix products. Inside a compiled function they are products and sums, which
-the compiler fuses with what makes the factors.
+the compiler fuses with what makes the factors; where a factor is used many times, matrix products are faster there too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 ALL_NETWORKS = 16
 """Up to this many matrices, rows are multiplied by all of them at once: one large product beats many tiny ones."""
-
-
-MATRICES_IN_COMPILED = False
-"""Whether compiled code for a GPU calls matrix products where a factor is used many times, instead of own loops."""
 
 
 class _Recording:
@@ -54,11 +50,6 @@ def on_gpu(tensor: Tensor) -> bool:
 def by_matrix(tensor: Tensor) -> bool:
     """Whether small matrix products are to be used for tensors like this one."""
     return on_gpu(tensor) and not compiling()
-
-
-def by_batched_matrix(tensor: Tensor) -> bool:
-    """Whether sums in which a factor is used many times are to be matrix products: on a GPU, compiled or not."""
-    return on_gpu(tensor) and (MATRICES_IN_COMPILED or not compiling())
 
 
 def times_columns(matrix: Tensor, columns: Tensor) -> Tensor:
@@ -111,7 +102,7 @@ def sum_rows(a: Tensor) -> Tensor:
 
 def sum_over_neighbors(g: Tensor, y: Tensor) -> Tensor:
     """Σ_w g[n, a, w] y[b, a, w]: (n, A, w) and (b, A, w) → (b, A, n)."""
-    if by_batched_matrix(g):
+    if by_matrix(g):
         return torch.bmm(g.permute(1, 0, 2), y.permute(1, 2, 0)).permute(2, 0, 1)
     if compiling():
         return (y[:, :, None] * g.permute(1, 0, 2)).sum(dim=3)
@@ -120,7 +111,7 @@ def sum_over_neighbors(g: Tensor, y: Tensor) -> Tensor:
 
 def sum_over_functions(s: Tensor, g: Tensor) -> Tensor:
     """Σ_n s[b, a, n] g[n, a, w]: (b, A, n) and (n, A, w) → (b, A, w)."""
-    if by_batched_matrix(g):
+    if by_matrix(g):
         return torch.bmm(s.permute(1, 0, 2), g.permute(1, 0, 2)).permute(1, 0, 2)
     if compiling():
         return (s.permute(2, 0, 1)[..., None] * g[:, None]).sum(dim=0)
