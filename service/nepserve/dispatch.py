@@ -274,6 +274,10 @@ class Dispatcher:
         self._timer, self._timer_at = None, inf
         self._wake(self._clock())
 
+    def expire(self) -> None:
+        """Refuse what waited for too long, now."""
+        self._expire(self._clock())
+
     def _expire(self, now: float) -> None:
         for job_id in self.scheduler.expire(now):
             request = self._requests.get(job_id)
@@ -515,6 +519,11 @@ class Dispatcher:
     def in_flight(self) -> tuple[Batch, ...]:
         """The batches that are in the engine."""
         return tuple(flight.batch for flight in self._flights)
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds until what is queued and running now will be done."""
+        return self.scheduler.retry_after()
 
     @property
     def max_atoms(self) -> int:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+from .engine import EngineDown
 from .supervision import EngineGaveUpError
 
 if TYPE_CHECKING:
@@ -136,10 +137,16 @@ class Fleet:
     async def serve(self, source: Source, dtype: str) -> Version:
         """See :meth:`.supervision.Supervisor.serve`: the name moves when all that are up have loaded the model."""
         async with self._loading:
-            version = await self._lead.prepare(source, dtype)
             up = [member for member in self._followers if member not in self._out]
+            leads = self._lead not in self._out
+            version = await self._lead.prepare(source, dtype) if leads else self._lead.intend(source, dtype)
             try:
-                await asyncio.gather(*(member.follow(source, dtype, version.key) for member in up))
+                loaded = await asyncio.gather(*(member.follow(source, dtype, version.key) for member in up))
+                if not leads:
+                    first = next((each for each in loaded if each.info), None)
+                    if first is None:
+                        raise EngineDown("no engine is ready")
+                    version.info, version.loaded_at = first.info, first.loaded_at
                 await self._lead.commit(version)
             except BaseException:
                 for member in (self._lead, *up):

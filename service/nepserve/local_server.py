@@ -114,7 +114,7 @@ class LocalServer:
 def main() -> None:
     """Serve until the process whose number is the first argument ends; the other arguments are those of nepserve."""
     from .cli import main as run
-    from .engine.process import die_with
+    from .parent import die_with
 
     die_with(int(sys.argv[1]))
     run(sys.argv[2:])

@@ -21,7 +21,7 @@ from nepcore.errors import ModelFileError
 from nepcore.files import nep_txt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nepcore.admission import Admission
     from nepcore.files.nep_txt import NepFile
@@ -81,6 +81,16 @@ class Copy:
         elif self._open:
             self.path.unlink(missing_ok=True)
         self._open = False
+
+
+class CopyElsewhere(Copy):
+    """A copy that another process keeps: its place, and nothing to give back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def close(self) -> None:
+        """Leave it to its owner."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,10 +254,16 @@ class Version:
 
 
 class Registry:
-    """The models that requests can name."""
+    """The models that requests can name.
+
+    Attributes:
+        default: Model of requests that name none.
+        on_change: Called when names point elsewhere than before.
+    """
 
     def __init__(self, default: str | None = None) -> None:
         self.default = default
+        self.on_change: Callable[[], None] = lambda: None
         self._current: dict[str, Version] = {}
         self._aliases: dict[str, str] = {}
         self._numbers = itertools.count(1)
@@ -284,6 +300,7 @@ class Registry:
             raise ModelNameError(f"{version.name!r} is an alias of {self._aliases[version.name]!r}")
         old = self._current.get(version.name)
         self._current[version.name] = version
+        self.on_change()
         return old
 
     def remove(self, name: str) -> Version:
@@ -295,7 +312,9 @@ class Registry:
         if name not in self._current:
             raise UnknownModelError(name, self.names)
         self._aliases = {alias: model for alias, model in self._aliases.items() if model != name}
-        return self._current.pop(name)
+        version = self._current.pop(name)
+        self.on_change()
+        return version
 
     def alias(self, alias: str, name: str) -> None:
         """Let requests call a model by a second name; an alias that is there already moves.
@@ -310,6 +329,7 @@ class Registry:
         if name not in self._current:
             raise UnknownModelError(name, self.names)
         self._aliases[alias] = name
+        self.on_change()
 
     def unalias(self, alias: str) -> None:
         """Take an alias away.
@@ -319,6 +339,12 @@ class Registry:
         """
         if self._aliases.pop(alias, None) is None:
             raise UnknownModelError(alias, list(self._aliases))
+        self.on_change()
+
+    def follow(self, versions: Sequence[Version], aliases: Mapping[str, str]) -> None:
+        """Become what the registry of another process is."""
+        self._current = {version.name: version for version in versions}
+        self._aliases = dict(aliases)
 
     def get(self, name: str | None) -> Version:
         """The version that a request is for.

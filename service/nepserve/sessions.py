@@ -16,6 +16,8 @@ import numpy as np
 from nepcore.structures import MAX_COORDINATE, Structures
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from nepcore.errors import StructureError
@@ -26,6 +28,12 @@ MAX_ATOMS = 64_000_000
 """Atoms of all sessions together; an atom of a session is a byte."""
 
 _numbers = itertools.count(1)
+
+
+def number_from(first: int) -> None:
+    """Give the sessions that are made in this process keys from ``first`` on, for others to make them, too."""
+    global _numbers  # noqa: PLW0603
+    _numbers = itertools.count(first)
 
 
 class Opening(NamedTuple):
@@ -53,6 +61,7 @@ class Session:
 
     Attributes:
         id: What its client calls it; cannot be guessed.
+        key: Number in :attr:`.Structures.keys` of its steps.
         owner: Key or address of its client.
         opening: What it was opened with.
         used: Time of its last step, s.
@@ -60,11 +69,12 @@ class Session:
         lost: Whether it is no longer in its table.
     """
 
-    __slots__ = ("_checked", "_counts", "_key", "_pbc", "_periodic", "_temperatures", "id", "lost", "opening", "owner",
-                 "steps", "used")  # fmt: skip
+    __slots__ = ("_checked", "_counts", "_key", "_pbc", "_periodic", "_temperatures", "id", "key", "lost", "opening",
+                 "owner", "steps", "used")  # fmt: skip
 
-    def __init__(self, owner: str, opening: Opening, now: float) -> None:
-        self.id = secrets.token_urlsafe(16)
+    def __init__(self, owner: str, opening: Opening, now: float, known_as: tuple[str, int] | None = None) -> None:
+        """Make one, with a new id and key, or with those that it has elsewhere."""
+        self.id, self.key = known_as or (secrets.token_urlsafe(16), next(_numbers))
         self.owner = owner
         self.opening = opening
         self.used = now
@@ -73,7 +83,7 @@ class Session:
         self._counts = np.array([len(opening.numbers)], np.int64)
         self._pbc = opening.pbc[None].copy()
         self._temperatures = np.array([opening.temperature])
-        self._key = np.array([next(_numbers)], np.int64)
+        self._key = np.array([self.key], np.int64)
         self._periodic = bool(opening.pbc.all())
         # Model version and cell of a step that was found fit, and its work.
         self._checked: tuple[Version, bytes, NDArray[np.float64]] | None = None
@@ -118,13 +128,18 @@ class Session:
 
 
 class Sessions:
-    """All sessions of a front.
+    """All sessions of a server.
 
     Args:
         idle: Seconds without a step after which a session is dropped.
         limit: Sessions at most.
         limit_each: Sessions of one client at most. One more, and those of its own least lately used go.
+
+    Attributes:
+        on_drop: Called with each session that is dropped.
     """
+
+    elsewhere = False
 
     def __init__(self, idle: float, limit: int, limit_each: int) -> None:
         self.idle = idle
@@ -133,7 +148,9 @@ class Sessions:
         # Least lately used first: in all, and of each client.
         self._all: OrderedDict[str, Session] = OrderedDict()
         self._own: dict[str, OrderedDict[str, Session]] = {}
+        self._by_key: dict[int, Session] = {}
         self._atoms = 0
+        self.on_drop: Callable[[Session], None] = lambda session: None  # noqa: ARG005
 
     def __len__(self) -> int:
         return len(self._all)
@@ -158,8 +175,24 @@ class Sessions:
         while self._all and (len(self._all) >= self.limit or self._atoms + len(session) > MAX_ATOMS):
             self.drop(next(iter(self._all.values())))
         self._own.setdefault(owner, own)[session.id] = session
-        self._all[session.id] = session
+        self._all[session.id] = self._by_key[session.key] = session
         self._atoms += len(session)
+
+    def met(self, id_: str) -> bool:
+        """Whether there is a session of that id, whoever's it is."""
+        return id_ in self._all
+
+    async def find(self, id_: str, owner: str) -> Session | None:
+        """As :meth:`get`: all there are are here."""
+        return self.get(id_, owner)
+
+    async def keep(self, session: Session, *, tied: bool = False) -> None:  # noqa: ARG002 (they end with the process)
+        """As :meth:`add`."""
+        self.add(session)
+
+    def by_key(self, key: int) -> Session | None:
+        """The session whose steps have that key."""
+        return self._by_key.get(key)
 
     def get(self, id_: str, owner: str) -> Session | None:
         """The session of that id, if it is there and the owner's."""
@@ -179,12 +212,13 @@ class Sessions:
         if session.lost:
             return
         session.lost = True
-        del self._all[session.id]
+        del self._all[session.id], self._by_key[session.key]
         own = self._own[session.owner]
         del own[session.id]
         if not own:
             del self._own[session.owner]
         self._atoms -= len(session)
+        self.on_drop(session)
 
     def sweep(self, now: float) -> int:
         """Drop those that were idle for too long; how many."""

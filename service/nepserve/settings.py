@@ -54,6 +54,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on; any but a loopback address asks for a key.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     uds: Path | None = Field(None, description="Listen on this unix socket instead of host and port.")
+    fronts: int = Field(
+        1, ge=1, le=64, description="Processes that speak HTTP on the port; more than one where GPUs wait for it."
+    )
 
     frame_socket: str | None = Field(
         None, description="Speak the compact frames of sessions here, too: a port, or the path of a unix socket."

@@ -116,11 +116,7 @@ class Spread:
         """See :meth:`.dispatch.Dispatcher.submit`."""
         if self.draining:
             raise Draining("the server is about to stop")
-        waiting = self.waiting
-        # One that alone is more than may wait is refused for good, by the device it comes to.
-        atoms = min(structures.n_atoms, self._max_atoms)
-        if waiting.requests >= self._max_requests or waiting.atoms + atoms > self._max_atoms:
-            raise QueueFull(self._retry_after())
+        self.refuse_if_full(structures.n_atoms)
         ends = None if timeout is None else time.monotonic() + timeout
         future = asyncio.get_running_loop().create_future()
         more = {"client": client, "priority": priority, "work": work}
@@ -146,9 +142,19 @@ class Spread:
 
     def refuse_if_full(self, atoms: float) -> None:
         """See :meth:`.dispatch.Dispatcher.refuse_if_full`."""
+        if self._full(atoms):
+            for part in self.parts:
+                part.expire()
+            if self._full(atoms):
+                refusal = QueueFull(self.retry_after)
+                self.parts[0].totals.count_error(refusal)
+                raise refusal
+
+    def _full(self, atoms: float) -> bool:
+        """Whether there is no room at present."""
         waiting = self.waiting
-        if waiting.requests >= self._max_requests or waiting.atoms + min(atoms, self._max_atoms) > self._max_atoms:
-            raise QueueFull(self._retry_after())
+        # One that alone is more than may wait is refused for good, by the device it comes to.
+        return waiting.requests >= self._max_requests or waiting.atoms + min(atoms, self._max_atoms) > self._max_atoms
 
     def _send(self, ask: _Ask, timeout: float | None) -> None:
         """Hand a request to the device that has least to do.
@@ -200,7 +206,9 @@ class Spread:
             return
         ask.answer.set_exception(error)
 
-    def _retry_after(self) -> float:
+    @property
+    def retry_after(self) -> float:
+        """Seconds until the device that has least to do will be done with it."""
         return min(part.scheduler.retry_after() for part in self.parts)
 
     async def drain(self, timeout: float) -> int:

@@ -200,6 +200,12 @@ class Supervisor:
             self._versions[version.key] = version
             return version
 
+    def intend(self, source: Source, dtype: str) -> Version:
+        """As :meth:`prepare`, with an engine that will not come back: others load it."""
+        version = self.registry.new_version(source, dtype)
+        self._versions[version.key] = version
+        return version
+
     async def commit(self, version: Version) -> None:
         """The second half of :meth:`serve`."""
         try:
@@ -214,8 +220,8 @@ class Supervisor:
         self._waiting = [Version(*each) for each in versions]
         self._versions = {version.key: version for version in self._waiting}
 
-    async def follow(self, source: Source, dtype: str, key: str) -> None:
-        """Load what another one loaded; an engine that is away does so when it is back.
+    async def follow(self, source: Source, dtype: str, key: str) -> Version:
+        """Load what another one loaded; an engine that is away does so when it is back, and has no ``info`` till then.
 
         Raises:
             ModelFileError, ModelError: It cannot.
@@ -227,6 +233,7 @@ class Supervisor:
                 with contextlib.suppress(EngineDown):
                     await self._load(link, version)
             self._versions[key] = version
+            return version
 
     def current(self, key: str) -> None:
         """Names point to this version now."""

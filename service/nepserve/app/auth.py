@@ -44,6 +44,11 @@ class Keys:
         """Names of the keys."""
         return [key.name for key in self._keys]
 
+    @property
+    def entries(self) -> list[tuple[str, bytes, bool]]:
+        """Name, digest and rights of each, for another process to make the same of."""
+        return [(key.name, key.digest, key.admin) for key in self._keys]
+
     def match(self, authorization: bytes | None) -> Key | None:
         """The key of an ``Authorization`` header; every key is compared, in constant time, for time to tell nothing."""
         scheme, _, secret = (authorization or b"").partition(b" ")

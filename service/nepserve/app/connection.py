@@ -43,6 +43,8 @@ class Connection(HttpToolsProtocol):
     write_paused_at: float | None = None
     held: list[bytes] | None = None
     """Parts of the body of a step that may be answered from here, if all of it comes at once."""
+    full = False
+    """Whether it is one too many, whatever this process has."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse connections beyond the limit, and start the clock of the first request."""
@@ -51,7 +53,7 @@ class Connection(HttpToolsProtocol):
         limit = self.config.limit_concurrency
         # uvicorn would count requests under this name and answer in plain text.
         self.limit_concurrency = None
-        if limit is not None and len(self.connections) > limit:
+        if self.full or (limit is not None and len(self.connections) > limit):
             self.refuse(503, "too_many_connections", f"The server holds {limit} connections already.")
 
     def data_received(self, data: bytes) -> None:
@@ -104,6 +106,7 @@ class Connection(HttpToolsProtocol):
             and self.parser.get_http_version() == "1.1"
             and self.parser.should_keep_alive()
             and hasattr(self.app, "direct")
+            and self.app.takes(self.url)
         )
 
     def _stay(self, rest: bytes) -> None:

@@ -49,6 +49,13 @@ def is_step(method: bytes, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -
     return framed and size.isdigit() and int(size) <= LARGE_BODY
 
 
+def session_of(url: bytes) -> str:
+    """The id in the address of a step."""
+    found = _URL.fullmatch(url)
+    assert found is not None
+    return found[1].decode()
+
+
 class DirectStep:
     """One such request, from its last byte to its answer. For a connection it is what uvicorn calls a cycle.
 
@@ -91,9 +98,7 @@ class DirectStep:
             wish = wish_of(call.headers, b"", service.settings.request_timeout)
             if len(body) > service.bodies.limit:
                 raise too_large(service.bodies.limit)
-            found = _URL.fullmatch(call.path.encode())
-            assert found is not None
-            session = self._session = stepping.find(found[1].decode(), call.client)
+            session = self._session = stepping.here(session_of(call.path.encode()), call.client)
             self._head, positions, cell = read_frame(body, len(session), service.limits.max_body)
             properties = frame.properties_of(self._head.flags)
             step = self._step = stepping.begin(session, positions, cell, properties, wish.priority, wish.timeout)
@@ -150,4 +155,4 @@ class DirectStep:
             self._door.abandon(self._call)
 
 
-__all__ = ["DirectStep", "is_step"]
+__all__ = ["DirectStep", "is_step", "session_of"]

@@ -6,6 +6,7 @@ and everything else to FastAPI. It is plain ASGI because it is on the way of eve
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import re
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING
 from nepserve.wire.request import WireError
 
 from . import problems, websocket
-from .direct import DirectStep
+from .direct import DirectStep, session_of
 from .limits import ClientGone
 from .sessions import ROUTE as SESSIONS
+from .sessions import lost
 from .stream import STREAM_ROUTE
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from nepserve.dispatch import Answer
+    from nepserve.sessions import Session
 
     from .auth import Key
     from .connection import Connection
@@ -97,6 +100,7 @@ class Door:
         self.evaluate = evaluate
         self.stepping = stepping
         self.api = api
+        self._finding: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -122,6 +126,11 @@ class Door:
             await self._refuse(call, send, error)
         finally:
             self.note(call)
+
+    def takes(self, url: bytes) -> bool:
+        """Whether a step (:func:`.direct.is_step`) may be begun with as soon as it is here."""
+        sessions = self.stepping.sessions
+        return not sessions.elsewhere or sessions.met(session_of(url))
 
     def direct(self, connection: Connection, body: bytes) -> DirectStep:
         """Begin with a step (:func:`.direct.is_step`) of which all is here."""
@@ -157,21 +166,46 @@ class Door:
             self.admit(call)
             if call.method != "GET":
                 raise WireError(None, "method_not_allowed", f"{call.method} is not for this address", allow=["GET"])
-            session = self.stepping.find(id_, call.client)
-            answer = websocket.accept(call.headers)
+            session = self.stepping.sessions.get(id_, call.client)
+            if session is None and self.stepping.sessions.elsewhere:
+                connection.transport.pause_reading()
+                task = asyncio.get_running_loop().create_task(self._find_and_change(call, connection, id_, rest))
+                self._finding.add(task)
+                task.add_done_callback(self._finding.discard)
+                return True
+            if session is None:
+                raise lost(id_)
+            self._change(call, connection, session, rest)
         except WireError as error:
             call.status, call.note = error.status, error.code
             connection.refuse(error.status, error.code, error.detail)
-        else:
-            call.status = 101
-            transport = connection.hand_over()
-            transport.write(answer)
-            stream = websocket.WebSocket(self.stepping, connection.connections, transport, session)
-            transport.set_protocol(stream)
-            if rest:
-                stream.data_received(rest)
         self.note(call)
         return True
+
+    async def _find_and_change(self, call: Call, connection: Connection, id_: str, rest: bytes) -> None:
+        """Go on with a websocket whose session was not met here yet; its connection is not read meanwhile."""
+        try:
+            session = await self.stepping.find(id_, call.client)
+            if connection.transport.is_closing():
+                return
+            connection.transport.resume_reading()
+            self._change(call, connection, session, rest)
+        except Exception as error:
+            wire_error = problems.as_wire_error(error) or problems.internal()
+            call.status, call.note = wire_error.status, wire_error.code
+            connection.refuse(wire_error.status, wire_error.code, wire_error.detail)
+        self.note(call)
+
+    def _change(self, call: Call, connection: Connection, session: Session, rest: bytes) -> None:
+        """Make a websocket of a connection."""
+        answer = websocket.accept(call.headers)
+        call.status = 101
+        transport = connection.hand_over()
+        transport.write(answer)
+        stream = websocket.WebSocket(self.stepping, connection.connections, transport, session)
+        transport.set_protocol(stream)
+        if rest:
+            stream.data_received(rest)
 
     async def _refuse(self, call: Call, send: Send, error: Exception) -> None:
         """Answer with a problem. Not in ``__call__``: a local of a frame that the error's traceback holds would keep

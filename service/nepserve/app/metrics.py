@@ -7,7 +7,7 @@ are entries of dictionaries here, and become Prometheus' own families when someb
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -46,6 +46,17 @@ class Counter:
         """Count."""
         self._values[labels] = self._values.get(labels, 0.0) + amount
 
+    def take(self) -> list[tuple[Labels, float]]:
+        """What was counted, which is forgotten here."""
+        taken = [(labels, value) for labels, value in self._values.items() if value]
+        self._values = dict.fromkeys(self._values, 0.0)
+        return taken
+
+    def put(self, taken: Iterable[tuple[Iterable[str], float]]) -> None:
+        """Add what another one took."""
+        for labels, value in taken:
+            self.add(*labels, amount=value)
+
     def collect(self) -> Metric:
         """The family, for Prometheus."""
         name, text, names = self._family
@@ -72,6 +83,19 @@ class Histogram:
             self._sums[label] = 0.0
         counts[bisect_left(self._buckets, value)] += 1
         self._sums[label] += value
+
+    def take(self) -> list[tuple[str, list[int], float]]:
+        """What was observed, which is forgotten here."""
+        taken = [(label, counts, self._sums[label]) for label, counts in self._counts.items()]
+        self._counts, self._sums = {}, {}
+        return taken
+
+    def put(self, taken: Iterable[tuple[str, list[int], float]]) -> None:
+        """Add what another one took."""
+        for label, counts, total in taken:
+            there = self._counts.setdefault(label, [0] * (len(self._buckets) + 1))
+            self._counts[label] = [a + b for a, b in zip(there, counts, strict=True)]
+            self._sums[label] = self._sums.get(label, 0.0) + total
 
     def collect(self) -> Metric:
         """The family, for Prometheus."""
@@ -104,6 +128,7 @@ class Metrics(Collector):
         self.shed = Counter("shed", "Requests refused before they reached the device.", "reason")
         self.abandoned = Counter("abandoned", "Requests whose client went away before the answer.")
         self.restarts = Counter("engine_restarts", "Times the engine failed and was started again.")
+        self.front_restarts = Counter("front_restarts", "Times a front failed and was started again.")
         self.batches = Counter("batches", "Batches evaluated.", "model")
         self.oom_splits = Counter("oom_splits", "Batches split because the device ran out of memory.", "model")
         self.latency = Histogram("request_latency_seconds", "Time to answer, body included.", _SECONDS, "route")
@@ -142,15 +167,28 @@ class Metrics(Collector):
         if splits:
             self.oom_splits.add(model, amount=splits)
 
+    def take(self) -> dict[str, Any]:
+        """All that was counted, as plain values; it is forgotten here."""
+        return {name: family.take() for name, family in self._families()}
+
+    def put(self, taken: Mapping[str, Any]) -> None:
+        """Add what another one took."""
+        for name, family in self._families():
+            family.put(taken[name])
+
+    def _families(self) -> Iterator[tuple[str, Counter | Histogram]]:
+        for name, family in vars(self).items():
+            if isinstance(family, (Counter, Histogram)):
+                yield name, family
+
     def text(self) -> bytes:
         """All series, as Prometheus reads them."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """All families, for Prometheus."""
-        for family in vars(self).values():
-            if isinstance(family, (Counter, Histogram)):
-                yield family.collect()
+        for _, family in self._families():
+            yield family.collect()
         for name, (text, value) in self.gauges.items():
             yield GaugeMetricFamily(f"nepserve_{name}", text, value=value())
         memory = GaugeMetricFamily("nepserve_device_memory_bytes", "Memory of the engine.", labels=["kind"])

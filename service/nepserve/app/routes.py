@@ -117,6 +117,8 @@ async def status(service: Here) -> Response:
         "backends": {v.name: v.info["choice"] for v in service.registry.versions if "choice" in v.info},
         "work_per_second": {public_name(key): round(speed) for key, speed in service.dispatcher.speeds.items()},
     }
+    if service.fronts is not None:
+        content["fronts"] = service.fronts.status()
     if reason is not None:
         content["reason"] = reason
     return JSONResponse(content)

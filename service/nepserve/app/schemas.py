@@ -104,6 +104,9 @@ class Status(BaseModel):
     backends: dict[str, dict[str, Any]] = Field(
         description="By model: the way its physics is computed, how it was chosen, and what was measured."
     )
+    fronts: list[dict[str, Any]] | None = Field(
+        None, description="The processes of --fronts: ready, pid, connections; left out where there is one."
+    )
     work_per_second: dict[str, float] = Field(
         description="Measured speed by model, in atoms × (neighbours + 16); left out for one that was never asked."
     )

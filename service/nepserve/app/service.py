@@ -16,12 +16,14 @@ from .limits import Bodies
 from .metrics import Metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     from nepserve.dispatch import Dispatcher
     from nepserve.engine import Evaluated
     from nepserve.models import Registry, Source, Version
     from nepserve.scheduler import Batch
+    from nepserve.sessions import Session
     from nepserve.settings import Settings
     from nepserve.spread import Spread
 
@@ -65,6 +67,74 @@ class Engine(Protocol):
         ...
 
 
+class Serving(Protocol):
+    """What is asked of the engine by whoever takes requests."""
+
+    @property
+    def unready(self) -> str | None:
+        """Why the server is not ready, in a sentence; None if it is."""
+        ...
+
+
+class Fronts(Protocol):
+    """Other processes that take requests for this one."""
+
+    @property
+    def ready(self) -> Sequence[Any]:
+        """Those that do."""
+        ...
+
+    async def drain(self, timeout: float) -> int:
+        """Let them take no more work, and wait until what they have is answered; how many requests are left."""
+        ...
+
+    def status(self) -> list[dict[str, Any]]:
+        """State of each, for people."""
+        ...
+
+
+class Table(Protocol):
+    """Where sessions are kept: :class:`nepserve.sessions.Sessions`, or the way to those of another process.
+
+    Attributes:
+        idle: Seconds without a step after which one is dropped.
+        elsewhere: Whether there may be sessions that only :meth:`find` finds.
+    """
+
+    idle: float
+    elsewhere: bool
+
+    def __len__(self) -> int: ...
+
+    def get(self, id_: str, owner: str) -> Session | None:
+        """The owner's session of that id, if it is known here."""
+        ...
+
+    def met(self, id_: str) -> bool:
+        """Whether the session of that id is known here, whoever's it is."""
+        ...
+
+    async def find(self, id_: str, owner: str) -> Session | None:
+        """The owner's session of that id, if there is one."""
+        ...
+
+    async def keep(self, session: Session, *, tied: bool = False) -> None:
+        """Keep a new one; a ``tied`` one as long as its connection lives, which whoever calls sees to."""
+        ...
+
+    def touch(self, session: Session, now: float) -> None:
+        """Note a step."""
+        ...
+
+    def drop(self, session: Session) -> None:
+        """Forget one; nothing if it is forgotten already."""
+        ...
+
+    def sweep(self, now: float) -> int:
+        """Drop those that were idle for too long; how many."""
+        ...
+
+
 @dataclass
 class Service:
     """The parts of a server.
@@ -73,6 +143,8 @@ class Service:
         draining: No more work is taken; once true it stays so.
         tracer: Who is told of each request, if traces are wished for.
         in_flight: Evaluations whose request has arrived and whose answer has not been made.
+        sessions: Where sessions are kept; left out, here.
+        fronts: The processes that take requests, if it is not this one.
     """
 
     settings: Settings
@@ -85,13 +157,16 @@ class Service:
     draining: bool = False
     in_flight: int = 0
     tracer: Tracer | None = None
+    sessions: Any = None
+    fronts: Fronts | None = None
 
     def __post_init__(self) -> None:
         self.limits = Limits(self.settings.max_body, self.settings.max_structures, self.settings.max_atoms)
         self.bodies = Bodies(self.settings.max_body, self.settings.receive_timeout)
-        self.sessions = Sessions(
-            self.settings.session_idle, self.settings.max_sessions, self.settings.max_sessions_per_key
-        )
+        if self.sessions is None:
+            self.sessions = Sessions(
+                self.settings.session_idle, self.settings.max_sessions, self.settings.max_sessions_per_key
+            )
 
     def observe(self) -> None:
         """Let the metrics see queue, engine and batches."""
@@ -114,6 +189,9 @@ class Service:
             metrics.batch(public_name(batch.model), batch.atoms, batch.fill, evaluated.device_seconds, evaluated.splits)
 
         dispatcher.on_batch = count
+        if (fronts := self.fronts) is not None:
+            ready = "Processes that take requests for this one."
+            metrics.gauges["fronts"] = ready, lambda: len(fronts.ready)
 
     @property
     def unready(self) -> str | None:
@@ -130,6 +208,8 @@ class Service:
             self.draining = True
             # What has not arrived whole was not accepted yet.
             self.bodies.cut(problems.draining())
+        if self.fronts is not None:
+            return await self.fronts.drain(timeout)
         end = time.monotonic() + timeout
         while self.in_flight and time.monotonic() < end:
             await asyncio.sleep(0.02)

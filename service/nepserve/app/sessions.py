@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from .door import Call
     from .problems import Headers
-    from .service import Service
+    from .service import Service, Table
 
 ROUTE = "/v1/sessions"
 STEP_ROUTE = "/v1/sessions/{id}/positions"
@@ -80,12 +80,16 @@ class Stepping:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.sessions = service.sessions
+        self.sessions: Table = service.sessions
 
     # -- for every way in ------------------------------------------------------------------------------------------
 
-    def open(self, message: dict[str, Any], client: str, instead: Session | None = None) -> Session:
+    async def open(
+        self, message: dict[str, Any], client: str, instead: Session | None = None, *, tied: bool = False
+    ) -> Session:
         """Open a session, ``instead`` of another that goes once it is sure that there is a new one.
+
+        A ``tied`` one is dropped with its connection, by whoever calls.
 
         Raises:
             WireError, and whatever else :func:`.problems.as_wire_error` knows: It cannot be.
@@ -99,7 +103,7 @@ class Stepping:
         # Only now, as a session may take the place of others.
         if instead is not None:
             self.sessions.drop(instead)
-        self.sessions.add(session)
+        await self.sessions.keep(session, tied=tied)
         return session
 
     def _check_opening(self, session: Session, version: Version) -> None:
@@ -125,13 +129,20 @@ class Stepping:
             "idle_timeout": self.sessions.idle,
         }
 
-    def find(self, id_: str, client: str) -> Session:
+    def here(self, id_: str, client: str) -> Session:
+        """As :meth:`find`, among those that are known here."""
+        session = self.sessions.get(id_, client)
+        if session is None:
+            raise lost(id_)
+        return session
+
+    async def find(self, id_: str, client: str) -> Session:
         """The client's session of that id.
 
         Raises:
             WireError: ``session_lost``.
         """
-        session = self.sessions.get(id_, client)
+        session = await self.sessions.find(id_, client)
         if session is None:
             raise lost(id_)
         return session
@@ -218,7 +229,7 @@ class Stepping:
         if rest:
             raise WireError(None, "not_found", f"there is nothing at {call.path}; see /docs")
         _only(call, "DELETE")
-        self.sessions.drop(self.find(id_, call.client))
+        self.sessions.drop(await self.find(id_, call.client))
         return 204, [], b""
 
     async def _open(self, call: Call, receive: Receive) -> tuple[int, Headers, bytes]:
@@ -226,7 +237,7 @@ class Stepping:
         body = await self.service.bodies.read(receive, call.headers)
         content_type = call.headers.get(b"content-type", b"").decode("latin-1")
         _, message = await run_where(len(body) > LARGE_BODY, steps.read_map, content_type, body, self.service.limits)
-        session = self.open(message, call.client)
+        session = await self.open(message, call.client)
         described = self.describe(session)
         call.model = described["model"]
         content = orjson.dumps(described)
@@ -240,7 +251,7 @@ class Stepping:
         if not framed:
             negotiation.answer_type(wish.accept, negotiation.request_format(wish.content_type))
         body = await service.bodies.read(receive, call.headers)
-        session = self.find(id_, call.client)
+        session = await self.find(id_, call.client)
         if framed:
             head, positions, cell = read_frame(body, len(session), service.limits.max_body)
             properties: tuple[str, ...] = frame.properties_of(head.flags)

@@ -81,8 +81,10 @@ class Desk:
         self._opens = session is None
         self.known = session is not None or not len(stepping.service.keys)
         self._step: Step | None = None
+        self._closed = False
         self._head = frame.Head(0, 0, 0, 0, 0)
         self._started = 0.0
+        self._opening: asyncio.Task[None] | None = None
 
     @property
     def serving(self) -> bool:
@@ -96,7 +98,7 @@ class Desk:
         self._started = time.perf_counter()
         try:
             if head.kind == frame.OPEN and self._opens:
-                self._open(payload)
+                self._opening = asyncio.get_running_loop().create_task(self._open(bytes(payload)))
                 return
             session = self._session
             if session is None:
@@ -110,8 +112,19 @@ class Desk:
         else:
             step.answer.add_done_callback(self._answered)
 
-    def _open(self, payload: bytes | memoryview) -> None:
-        message = json_text.parse(bytes(payload))
+    async def _open(self, payload: bytes) -> None:
+        try:
+            described = await self._opened(payload)
+        except Exception as error:
+            self._fail(error)
+        else:
+            content = orjson.dumps(described)
+            atoms = described.get("n_atoms", 0)
+            self._finish(frame.pack(frame.OPENED, content, atoms=atoms, sequence=self._head.sequence), 200)
+
+    async def _opened(self, payload: bytes) -> dict[str, Any]:
+        """Open a session, in the place of one that there may be, or take a key; what its client is told."""
+        message = json_text.parse(payload)
         if not isinstance(message, dict):
             raise WireError(None, "bad_value", f"a session is opened by an object, not by {describe(message)}")
         keys = self._stepping.service.keys
@@ -129,11 +142,12 @@ class Desk:
                 self._session = None
             self._client, self.known = key.name, True
         if given is not None and not message:
-            self._finish(frame.pack(frame.OPENED, b"{}", sequence=self._head.sequence), 200)
-            return
-        session = self._session = self._stepping.open(message, self._client, self._session)
-        described = orjson.dumps(self._stepping.describe(session))
-        self._finish(frame.pack(frame.OPENED, described, atoms=len(session), sequence=self._head.sequence), 200)
+            return {}
+        session = await self._stepping.open(message, self._client, self._session, tied=True)
+        if self._closed:
+            self._stepping.sessions.drop(session)
+        self._session = session
+        return self._stepping.describe(session)
 
     def _answered(self, answer: asyncio.Future[Answer]) -> None:
         if answer.cancelled() or self._step is None:
@@ -170,6 +184,7 @@ class Desk:
 
     def close(self) -> None:
         """The connection is gone: take back what is under way, and drop a session that was opened here."""
+        self._closed = True
         step, self._step = self._step, None
         if step is not None:
             step.close()
@@ -308,7 +323,16 @@ class Stream(asyncio.Protocol):
 
 
 class FrameSocket(Stream):
-    """A connection of the frame socket: frame after frame, the first of which opens a session."""
+    """A connection of the frame socket: frame after frame, the first of which opens a session.
+
+    Args:
+        stepping, connections: See :class:`Stream`.
+        full: Whether it is one too many, which is all that it is told.
+    """
+
+    def __init__(self, stepping: Stepping, connections: Held, *, full: bool = False) -> None:
+        super().__init__(stepping, connections)
+        self._full = full
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
@@ -316,7 +340,7 @@ class FrameSocket(Stream):
         peer = transport.get_extra_info("peername")
         client = str(peer[0]) if isinstance(peer, tuple) and peer else "local"
         self.desk = Desk(self.stepping, self.transport.write, self.go_on, FRAME_ROUTE, client)
-        full = len(self.connections) >= self.stepping.service.settings.max_connections
+        full = self._full or len(self.connections) >= self.stepping.service.settings.max_connections
         self.connections.add(self)
         if full:
             self.refuse(WireError(None, "too_many_connections", "the server holds as many connections as it may"))

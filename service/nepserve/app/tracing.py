@@ -10,8 +10,11 @@ import time
 from typing import TYPE_CHECKING
 
 from nepcore import __version__
+from nepserve.settings import SettingsError
 
 if TYPE_CHECKING:
+    from nepserve.settings import Settings
+
     from .door import Call
 
 
@@ -77,3 +80,17 @@ class Tracer:
     def close(self) -> None:
         """Send what there is."""
         self._provider.shutdown()
+
+
+def tracer_of(settings: Settings) -> Tracer | None:
+    """Who is told of requests; None without ``tracing``.
+
+    Raises:
+        SettingsError: What it needs is not installed.
+    """
+    if not settings.tracing:
+        return None
+    try:
+        return Tracer()
+    except ImportError as error:
+        raise SettingsError(f"tracing needs OpenTelemetry ({error}): pip install 'nepserve[otel]'") from None

@@ -1,4 +1,4 @@
-"""Messages between front and engine over a unix stream socket.
+"""Messages between the processes of a server over a unix stream socket.
 
 A message is a fixed prefix, a msgpack header and a payload of arrays:
 
@@ -8,7 +8,7 @@ A message is a fixed prefix, a msgpack header and a payload of arrays:
 
 A small payload follows the header. A large one lies in an arena (flag 1; see :mod:`.arenas`) whose file descriptor is
 attached to the first message that uses it (flag 2). Where there is no memfd, or no arena is free, the payload follows
-the header whatever its size.
+the header whatever its size. A message without a payload may bring a socket (flag 4).
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ _PREFIX = struct.Struct("<4sIQII")
 _MAGIC = b"NEPM"
 _IN_ARENA = 1
 _NEW_ARENA = 2
+_SOCKET = 4
 _MAX_HEADER = 1 << 30
 _READ_BYTES = 256 * 1024
 _CHUNK = 1 << 30  # one call moves at most 2 GiB
 _PADDING = bytes(16)
+_MOST_PIECES = 512  # the kernel takes 1,024 of them in one call
 _RIGHTS_SPACE = socket.CMSG_SPACE(16 * 4)
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -58,25 +60,45 @@ class ProtocolError(Exception):
     """Bytes that are no message: the other side is not ours, or is broken."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Message:
-    """A message as it arrived. ``arrays`` are writable and the receiver's for as long as it holds them."""
+    """A message as it arrived.
 
-    __slots__ = ("arrays", "body", "id", "kind")
+    Attributes:
+        arrays: Writable, and the receiver's for as long as it holds them.
+        fd: Descriptor of the socket that it brought, the receiver's to close; −1 if it brought none.
+    """
 
     kind: str
     id: int
     body: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
+    fd: int = -1
 
 
 class Outgoing:
     """One message on its way out, sent in as many turns as the socket asks for."""
 
-    def __init__(self, pieces: list[Any], fd: int | None = None) -> None:
-        """Take what to send (contiguous buffers), and a file descriptor to attach to it."""
+    def __init__(self, pieces: list[Any], fd: int | None = None, given: socket.socket | None = None) -> None:
+        """Take what to send (contiguous buffers), and a file descriptor to attach to it.
+
+        ``given`` is a socket to give away: it is closed here once it is on its way.
+        """
         self._pieces = pieces
-        self._fd = fd
+        self._fd = fd if given is None else given.fileno()
+        self._given = given
+
+    def join(self, other: Outgoing) -> bool:
+        """Take up what comes after this, to be sent with one call; false if that cannot be."""
+        if self._fd is not None or other._fd is not None or len(self._pieces) + len(other._pieces) > _MOST_PIECES:
+            return False
+        self._pieces += other._pieces
+        return True
+
+    def drop(self) -> None:
+        """It will not be sent."""
+        if self._given is not None:
+            self._given.close()
 
     def send(self, sock: socket.socket) -> bool:
         """Hand the kernel what it takes; true once everything is on its way.
@@ -92,6 +114,7 @@ class Outgoing:
                     rights = array.array("i", [self._fd])
                     sent = sock.sendmsg(self._pieces, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
                     self._fd = None
+                    self.drop()
             except BlockingIOError:
                 return False
             except ConnectionError as error:
@@ -144,8 +167,13 @@ class Channel:
         id: int,  # noqa: A002
         body: Mapping[str, Any],
         arrays: Mapping[str, NDArray[Any]] | None = None,
+        *,
+        give: socket.socket | None = None,
     ) -> Outgoing:
-        """Make a message. Arrays that do not go into an arena are read when they are sent, and must not change."""
+        """Make a message. Arrays that do not go into an arena are read when they are sent, and must not change.
+
+        ``give`` is a socket that the receiver shall have; such a message carries no arrays.
+        """
         table = []
         placed: list[tuple[int, NDArray[Any]]] = []
         size = 0
@@ -158,6 +186,8 @@ class Channel:
                     placed.append((offset, values))
                     size = offset + bytes_
         header = self._pack((kind, id, body, table, self._borrower.returned()))
+        if give is not None:
+            return Outgoing([_PREFIX.pack(_MAGIC, len(header), 0, _SOCKET, 0) + header], given=give)
         if self._lender is not None and size > INLINE_BYTES and (lent := self._lender.lend(placed, size)):
             number, fd = lent
             flags = _IN_ARENA if fd is None else _IN_ARENA | _NEW_ARENA
@@ -246,6 +276,13 @@ class Channel:
                 raise ProtocolError(f"a header cannot be read: {error}") from error
             if flags & _IN_ARENA:
                 found.append(self._message(header, self._borrow(number, size, new=bool(flags & _NEW_ARENA))))
+                start = end
+                continue
+            if flags & _SOCKET:
+                if not self._fds:
+                    raise ProtocolError("a message came without the socket it announced")
+                found.append(self._message(header, bytearray()))
+                found[-1].fd = self._fds.popleft()
                 start = end
                 continue
             start = end + size

@@ -7,7 +7,6 @@ only the front decides when to end; it ends when the socket closes, and the kern
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import logging
 import os
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from nepcore.errors import ModelError, NepError
 from nepcore.structures import Structures
+from nepserve.parent import die_with
 
 from . import memory, served
 from .errors import DeviceLost, EngineError, ProbeError, pack_error, pack_structure_error
@@ -41,9 +41,6 @@ logger = logging.getLogger("nepserve.engine")
 EXIT_DEVICE_LOST = 71
 """The device fails every further call; a new process may find it sound."""
 
-EXIT_ORPHANED = 72
-"""The front died before this process could ask to die with it."""
-
 EXIT_PROTOCOL = 76
 """What came over the socket was no message."""
 
@@ -56,8 +53,6 @@ LINGER_AFTER = 0.01
 
 BEAT_SECONDS = 0.1
 """Signs of life during an evaluation are at least this far apart."""
-
-_PR_SET_PDEATHSIG = 1
 
 Reply = tuple["dict[str, Any]", "Mapping[str, NDArray[Any]]"]
 
@@ -279,15 +274,6 @@ class Engine:
     def report_lost(self, error: DeviceLost) -> None:
         """Tell the front why this process is about to end."""
         self._send("fatal", 0, {"reason": str(error)})
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the thread that started this process ends; ``parent`` is its process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        # It died first, and the wish came too late.
-        sys.exit(EXIT_ORPHANED)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -73,8 +73,7 @@ def spawn(
         ours.close()
         theirs.close()
         raise
-    # Without -P a file of the user's directory could stand in for a module of ours.
-    command = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "nepserve.engine"]
+    command = module_command("nepserve.engine")
     command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
     command += ["--device", device, "--loader", loader, "--log-level", log_level]
     if threads is not None:
@@ -101,6 +100,12 @@ def spawn(
         os.close(stderr_end)
     ours.setblocking(False)
     return process, ours, stderr
+
+
+def module_command(name: str) -> list[str]:
+    """What runs a module of this package in a process of its own."""
+    # Without -P a file of the user's directory could stand in for a module of ours.
+    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", name]
 
 
 def _variables(threads: int | None, environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from nepserve.app.websocket import WebSocket, head
 from nepserve.wire import frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from .conftest import Server
 
@@ -50,25 +50,33 @@ class Transport:
         return [frame.read_head(each, 1 << 30).kind for each in self.written]
 
 
-def talk(server: Server, work: Callable[[FrameSocket, Transport], None]) -> None:
+async def turns() -> None:
+    """Let what was begun by a frame come to its end: an opening takes a turn of the loop."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def talk(server: Server, work: Callable[[FrameSocket, Transport], Coroutine[None, None, None]]) -> None:
     async def main() -> None:
         transport = Transport()
         stream = FrameSocket(server.app.stepping, set())
         stream.connection_made(transport)  # type: ignore[arg-type]
-        work(stream, transport)
+        await work(stream, transport)
 
     asyncio.run(main())
 
 
 def test_who_never_opens_a_session_loses_the_connection(server: Server) -> None:
-    def work(stream: FrameSocket, transport: Transport) -> None:
+    async def work(stream: FrameSocket, transport: Transport) -> None:
         later = stream.loop.time() + HEAD_SECONDS + 1
         assert not stream.overdue(stream.loop.time())
         assert stream.overdue(later)
         stream.data_received(frame.pack(frame.OPEN, b"{}"))
+        await turns()
         assert transport.kinds() == [frame.ERROR]
         assert stream.overdue(later)
         stream.data_received(OPEN)
+        await turns()
         assert transport.kinds() == [frame.ERROR, frame.OPENED]
         assert not stream.overdue(later)
         (session,) = server.service.sessions._all.values()
@@ -79,18 +87,22 @@ def test_who_never_opens_a_session_loses_the_connection(server: Server) -> None:
 
 
 def test_who_does_not_read_answers_gets_no_more_of_them(server: Server) -> None:
-    def work(stream: FrameSocket, transport: Transport) -> None:
+    async def work(stream: FrameSocket, transport: Transport) -> None:
         transport.full = stream
         stream.data_received(3 * OPEN)
+        await turns()
         assert transport.kinds() == [frame.OPENED]
         stream.data_received(bytes(2 << 20))
+        await turns()
         assert not transport.reading
         del stream.buffer[-(2 << 20) :]
         stream.resume_writing()
+        await turns()
         assert transport.kinds() == 2 * [frame.OPENED]
         assert transport.reading
         transport.full = None
         stream.resume_writing()
+        await turns()
         assert transport.kinds() == 3 * [frame.OPENED]
 
     talk(server, work)
@@ -98,7 +110,7 @@ def test_who_does_not_read_answers_gets_no_more_of_them(server: Server) -> None:
 
 @pytest.mark.parametrize("first", [4, 24, 1000])
 def test_a_long_frame_has_the_time_of_its_length_however_it_begins(server: Server, first: int) -> None:
-    def work(stream: FrameSocket, _: Transport) -> None:
+    async def work(stream: FrameSocket, _: Transport) -> None:
         long = frame.pack(frame.OPEN, bytes(20_000_000))
         stream.data_received(long[:first])
         stream.data_received(long[first:2000])
@@ -121,8 +133,9 @@ def test_a_long_frame_has_the_time_of_its_length_however_it_begins(server: Serve
     ids=["half", "deep", "surrogate", "twice", "list"],
 )
 def test_openings_that_cannot_be_read(make: Callable[..., Server], payload: bytes, found: str) -> None:
-    def work(stream: FrameSocket, transport: Transport) -> None:
+    async def work(stream: FrameSocket, transport: Transport) -> None:
         stream.data_received(frame.pack(frame.OPEN, payload))
+        await turns()
         assert orjson.loads(transport.written[0][frame.HEAD.size :])["code"] == found
 
     talk(make(api_keys=("one:0123456789abcdef",)), work)
@@ -132,7 +145,7 @@ def test_openings_that_cannot_be_read(make: Callable[..., Server], payload: byte
 def test_a_message_in_pieces_has_its_time_like_any_other(server: Server, announced: bytes) -> None:
     async def main() -> None:
         stepping = server.app.stepping
-        session = stepping.open({"symbols": ["Si"]}, "one")
+        session = await stepping.open({"symbols": ["Si"]}, "one")
         transport: Any = Transport()
         stream = WebSocket(stepping, set(), transport, session)
         # The mask is of zeros, the end of the message does not come.

@@ -18,7 +18,8 @@ import pytest
 from engines import TOY, USUAL, assert_same_bits, block, cloud, directly, engine, file, run, structure
 from nepcore.structures import Structures
 from nepserve.engine import EngineDown, EngineLink
-from nepserve.engine.process import EXIT_DEVICE_LOST, EXIT_ORPHANED, EXIT_PROTOCOL
+from nepserve.engine.process import EXIT_DEVICE_LOST, EXIT_PROTOCOL
+from nepserve.parent import EXIT_ORPHANED
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable

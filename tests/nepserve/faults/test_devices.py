@@ -163,8 +163,37 @@ def test_one_that_keeps_failing_drops_out_alone(model: Path) -> None:
         assert server.wait() == 1
 
 
+def test_models_are_loaded_without_the_first_device(model: Path, tmp_path: Path) -> None:
+    import httpx
+
+    from servers import write_model
+
+    other = write_model(tmp_path / "other.txt", "C", "Si", "Ge", "Sn", seed=5)
+    with two(model, engine_restarts=0) as server:
+        all_ready(server.ready(60))
+        os.kill(devices(server)[0]["pid"], signal.SIGKILL)
+        server.wait_for("cpu#1 drops out")
+        answer = httpx.post(
+            server.url + "/v1/models?name=new", content=other.read_bytes(), headers={"Content-Type": "text/plain"},
+            timeout=60,
+        )  # fmt: skip
+        assert answer.status_code == 201, answer.text
+        assert answer.json()["backend"]
+        assert np.isfinite(Client(server.url, model="new").evaluate(structures(1)[0])["energy"])
+        assert httpx.delete(server.url + "/v1/models/new", timeout=60).status_code == 204
+
+
 def test_devices_that_are_no_devices_are_refused_at_the_start(model: Path) -> None:
     from nepserve import server, settings
 
     with pytest.raises(settings.SettingsError, match="--devices"):
         server.run(settings.load({"models": [str(model)], "devices": "none", "port": 0}))
+
+
+def test_a_start_that_is_refused_leaves_no_socket(model: Path, tmp_path: Path) -> None:
+    from nepserve import server, settings
+
+    for flags in ({"devices": "none"}, {"frame_socket": str(tmp_path / "none" / "s")}):
+        with pytest.raises(settings.SettingsError):
+            server.run(settings.load({"models": [str(model)], "uds": str(tmp_path / "s"), **flags}))
+        assert not (tmp_path / "s").exists()
