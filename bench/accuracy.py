@@ -43,8 +43,8 @@ MODELS = {
     "mos2": "type 2 Mo S\ncutoff 6 4\nn_max 4 4\nbasis_size 12 12\nl_max 4 2 0\nneuron 30\n",
 }
 LONG = (
-    "epoch 3000\nbatch 16\nlr 0.01\nstop_lr 1e-6\nlr_scheduler cosine\nloss_form mse\nlambda_e 60\nlambda_f 1\n"
-    "lambda_v 0.6\nweight_decay 0\naverage 50\n"
+    "epoch 3000\nbatch 16\nlr 0.01\nstop_lr 1e-6\nlr_scheduler cosine\nloss_form mse\nlambda_e 15\nlambda_f 1\n"
+    "lambda_v 0.3\nweight_decay 0\naverage 50\n"
 )
 """A training to the end: energies and virials weigh more than by default, and the learning rate falls to nothing."""
 

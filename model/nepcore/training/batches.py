@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from .dataset import Dataset
 
-THREADS = 6
-"""Threads that make arrays for the steps to come."""
+THREADS = 2
+"""Threads that make arrays for the steps to come: one is slower than a fast device, and half of the work is done under
+the interpreter's lock, for which more of them would keep the thread waiting that starts the steps."""
 
 
 @dataclass(frozen=True, eq=False)

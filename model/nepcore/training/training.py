@@ -225,7 +225,7 @@ class Training:
     def _epochs(self) -> Iterator[Progress]:
         cuda = self.device.type == "cuda"
         feed = self._feed(self._epoch, self._batch)
-        source = stream(self._data, feed, pin=cuda, pad=cuda, ahead=6 if cuda else 0)
+        source = stream(self._data, feed, pin=cuda, pad=cuda, ahead=4 if cuda else 0)
         with contextlib.closing(source):  # type: ignore[type-var]
             yield from self._stages_from(source)
 
