@@ -214,5 +214,6 @@ def test_the_autoscalers_ask_for_what_the_sizing_counted():
     assert rate * atoms == pytest.approx(1e6 * million, rel=0.01)
     values = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
     assert values["autoscaling"]["queueAtoms"] == 1e6 * million
+    assert Policy.queue_atoms == pytest.approx(1e6 * million)
     target = manifests()["HorizontalPodAutoscaler"]["spec"]["metrics"][0]["pods"]["target"]
     assert int(target["averageValue"]) == 1e6 * million

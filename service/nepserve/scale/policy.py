@@ -24,13 +24,14 @@ class Policy:
 
     Attributes:
         least, most: Replicas there may be.
-        queue_atoms: Atoms that may wait for each replica; more call for another one.
+        queue_atoms: Atoms that may wait for each replica; more call for another one. By default what one card does in a
+            second, as docs/operate.md counts it.
         up_seconds, down_seconds: How long there have to be too few, or too many.
     """
 
     least: int
     most: int
-    queue_atoms: float = 1e6
+    queue_atoms: float = 5.7e6
     up_seconds: float = 5.0
     down_seconds: float = 120.0
 
