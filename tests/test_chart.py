@@ -13,6 +13,7 @@ import pytest
 
 import nepcore
 from checkout import ROOT
+from nepserve.scale.policy import Policy
 from nepserve.settings import FIELDS, Settings
 
 CHART = ROOT / "deploy/helm/nepserve"
