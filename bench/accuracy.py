@@ -100,6 +100,14 @@ def write(frames: xyz.Frames, path: Path) -> None:
     xyz.write(path, frames.structures, frames=frames)
 
 
+def replace_lines(path: Path, lines: list[str]) -> None:
+    """Put lines into a nep.in, each for the one of the same keyword."""
+    rows = path.read_text().splitlines()
+    for line in lines:
+        rows = [row for row in rows if row.split()[0] != line.split()[0]] + [line]
+    path.write_text("\n".join(rows) + "\n")
+
+
 def rmse(model: Path, frames: xyz.Frames, device: str) -> dict[str, float]:
     """Errors of a model file: eV/atom, eV/Å, eV/atom."""
     found = evaluate(nep_txt.read(model), frames, "test", device=device, dtype="float32").errors()
@@ -109,29 +117,34 @@ def rmse(model: Path, frames: xyz.Frames, device: str) -> dict[str, float]:
 def nepcore(folder: Path, train: xyz.Frames, valid: xyz.Frames | None, options: argparse.Namespace) -> dict[str, Any]:
     from nepcore.training import Training
 
-    given = inputs(nep_in.read(folder / "nep.in"), len(train), seed=options.seed)
     begun = time.perf_counter()
-    training = Training(given.settings, train, valid, directory=folder / "out", device=options.device)
-    reached, said = None, begun
-    for progress in training.run():
-        now = time.perf_counter()
-        e = progress.train
-        if reached is None and progress.kind == "epoch" and valid is None:
-            found = {"energy": e.energy, "force": e.force, "virial": e.virial}
-            if all(found[name] is not None and found[name] < TARGETS[name] for name in TARGETS):
-                reached = {"epoch": progress.epoch, "seconds": round(now - begun, 1)}
-        if now - said > 20.0:
-            said = now
-            print(f"{options.name} epoch {progress.epoch} {e} {now - begun:.0f} s", file=sys.stderr, flush=True)
-        if now - begun > options.limit:
-            training.stop()
-    epochs = training.epochs
-    models = training.models()
+    epochs, reached, said, start = 0, None, begun, None
+    for lines in [[], options.then] if options.then else [[]]:
+        replace_lines(folder / "nep.in", lines)
+        given = inputs(nep_in.read(folder / "nep.in"), len(train), seed=options.seed)
+        training = Training(
+            given.settings, train, valid, directory=folder / f"out{epochs}", device=options.device, start=start
+        )
+        for progress in training.run():
+            now = time.perf_counter()
+            e = progress.train
+            if reached is None and progress.kind == "epoch" and valid is None:
+                found = {"energy": e.energy, "force": e.force, "virial": e.virial}
+                if all(found[name] is not None and found[name] < TARGETS[name] for name in TARGETS):
+                    reached = {"epoch": epochs + progress.epoch, "seconds": round(now - begun, 1)}
+            if now - said > 20.0:
+                said = now
+                print(f"{options.name} epoch {progress.epoch} {e} {now - begun:.0f} s", file=sys.stderr, flush=True)
+            if now - begun > options.limit:
+                training.stop()
+        epochs += training.epochs
+        models = training.models()
+        for name in ("best", "final", "average"):
+            model = getattr(models, name)
+            if model is not None:
+                nep_txt.write(model, folder / f"nep_{name}.txt")
+        start = folder / "nep_best.txt"
     seconds = time.perf_counter() - begun
-    for name in ("best", "final", "average"):
-        model = getattr(models, name)
-        if model is not None:
-            nep_txt.write(model, folder / f"nep_{name}.txt")
     return {"epochs": epochs, "seconds": seconds, "reached": reached}
 
 
@@ -157,11 +170,8 @@ def one(options: argparse.Namespace) -> int:
     train, valid = frames_of(options.task, options.emt)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        text = MODELS[options.task.partition("-")[0]] + COURSES[options.task]
-        for line in options.set:
-            key = line.split()[0]
-            text = "\n".join([row for row in text.splitlines() if row.split()[0] != key] + [line]) + "\n"
-        (folder / "nep.in").write_text(text)
+        (folder / "nep.in").write_text(MODELS[options.task.partition("-")[0]] + COURSES[options.task])
+        replace_lines(folder / "nep.in", options.set)
         write(train, folder / "train.xyz")
         if valid is not None:
             write(valid, folder / "valid.xyz")
@@ -173,8 +183,8 @@ def one(options: argparse.Namespace) -> int:
         }
     row = {
         "task": options.task, "name": options.name, "who": options.who, "seed": options.seed, "frames": len(train),
-        "validated": 0 if valid is None else len(valid), "set": options.set, "device": options.device, **facts,
-        "rmse": errors,
+        "validated": 0 if valid is None else len(valid), "set": options.set, "then": options.then,
+        "device": options.device, **facts, "rmse": errors,
     }  # fmt: skip
     line = json.dumps(row)
     print(line, flush=True)
@@ -197,6 +207,7 @@ def run(options: argparse.Namespace) -> int:
                 command += ["--limit", str(options.limit), "--name", f"{task}/{who}/{seed}"]
                 command += [] if options.output is None else ["-o", str(options.output)]
                 command += [word for line in options.set for word in ("--set", line)]
+                command += [word for line in options.then for word in ("--then", line)]
                 commands.append(command)
     # Many processes, each of few threads; compilers would start one for every core each.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
@@ -229,8 +240,9 @@ def table(path: Path) -> None:
             for which, errors in row["rmse"].items():
                 values = " ".join(f"{1e3 * errors[n]:8.2f}" if n in errors else "       –" for n in names)
                 reached = f"  published errors reached: {row['reached']}" if row.get("reached") else ""
+                then = f" then {' '.join(row['then'])}" if row.get("then") else ""
                 print(f"  {row['who']:9} seed {row['seed']} {which:8} {values}  {row['epochs']} epochs "
-                      f"{row['seconds']:.0f} s {' '.join(row['set'])}{reached}")  # fmt: skip
+                      f"{row['seconds']:.0f} s {' '.join(row['set'])}{then}{reached}")  # fmt: skip
             if "best" in row["rmse"] and not row["set"]:
                 best.setdefault(row["who"], {})[row["seed"]] = [row["rmse"]["best"].get(n, np.nan) for n in names]
         if set(best) != {"nepcore", "torchnep"}:
@@ -256,6 +268,8 @@ def main() -> int:
         sub.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
         sub.add_argument("--emt", type=Path, default=Path(tempfile.gettempdir()) / "nepserve-emt")
         sub.add_argument("--set", action="append", default=[], help="a line of nep.in, 'epoch 10'")
+        sub.add_argument("--then", action="append", default=[],
+                         help="a line of nep.in for a second training, from the best model of the first")  # fmt: skip
         sub.add_argument("--limit", type=float, default=1e9, help="seconds after which a training here stops and is "
                          "evaluated as it is")  # fmt: skip
         sub.add_argument("-o", "--output", type=Path, help="JSON lines are added to this file")
