@@ -88,7 +88,9 @@ static double forces(int s, struct request *r, double f[ATOMS][3])
 
 int main(int count, char **words)
 {
-    if (count != 3) fail("usage: frame_client SOCKET STEPS");
+    char *end = NULL;
+    long steps = count == 3 ? strtol(words[2], &end, 10) : -1;
+    if (steps < 0 || end == words[2] || *end) fail("usage: frame_client SOCKET STEPS");
     struct sockaddr_un where = {.sun_family = AF_UNIX};
     snprintf(where.sun_path, sizeof where.sun_path, "%s", words[1]);
     int s = socket(AF_UNIX, SOCK_STREAM, 0);
@@ -112,11 +114,11 @@ int main(int count, char **words)
         for (int k = 0; k < 3; k++) r.positions[i][k] = a * sites[i][k] + 0.1 * sin(3.0 * i + k);
 
     double energy = forces(s, &r, f);
-    for (int step = 0, steps = atoi(words[2]); ; step++) {
+    for (long step = 0;; step++) {
         double kinetic = 0;
         for (int i = 0; i < ATOMS; i++)
             for (int k = 0; k < 3; k++) kinetic += 0.5 * mass * v[i][k] * v[i][k];
-        printf("%d %.9f %.9f\n", step, energy, energy + kinetic);
+        printf("%ld %.9f %.9f\n", step, energy, energy + kinetic);
         if (step == steps) break;
         for (int i = 0; i < ATOMS; i++)
             for (int k = 0; k < 3; k++) {

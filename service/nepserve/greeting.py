@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nepcore import __version__
@@ -74,7 +75,7 @@ class Greeting:
         """Where frames are spoken."""
         assert self.frames is not None
         if self.frames.family == socket.AF_UNIX:
-            return f"frames://{self.frames.getsockname()}"
+            return f"frames://{Path(self.frames.getsockname()).absolute()}"
         host, port = self.frames.getsockname()[:2]
         return f"frames://[{host}]:{port}" if ":" in host else f"frames://{host}:{port}"
 

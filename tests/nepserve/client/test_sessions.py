@@ -269,6 +269,10 @@ def test_the_client_in_c(server: ServerProcess, tmp_path: Path) -> None:
     missing = subprocess.run([program, tmp_path / "none", "1"], capture_output=True, text=True, check=False)
     assert missing.returncode == 1
     assert "nobody listens" in missing.stderr
+    for words in ([place], [place, "abc"], [place, "2x"], [place, "-1"]):
+        wrong = subprocess.run([program, *words], capture_output=True, text=True, check=False)
+        assert (wrong.returncode, wrong.stdout) == (1, "")
+        assert "usage" in wrong.stderr
 
 
 @pytest.mark.parametrize("way", ["http", "websocket"])
