@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,11 +48,12 @@ class Request:
         structures, properties: What was asked for.
         arrived: Time of arrival, s.
         timeout: Seconds it was given; None for any.
+        deadline: When that is over.
         answer: Done with the one answer, be it results or an exception.
     """
 
-    __slots__ = ("_batch_atoms", "_left", "_parts", "_seconds", "answer", "arrived", "id", "properties", "structures",
-                 "timeout")  # fmt: skip
+    __slots__ = ("_batch_atoms", "_left", "_parts", "_seconds", "answer", "arrived", "deadline", "id", "properties",
+                 "structures", "timeout")  # fmt: skip
 
     def __init__(
         self, id_: int, structures: Structures, properties: frozenset[str], arrived: float, timeout: float | None
@@ -61,6 +63,7 @@ class Request:
         self.properties = properties
         self.arrived = arrived
         self.timeout = timeout
+        self.deadline = inf if timeout is None else arrived + timeout
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._left = len(structures)
         self._parts: list[tuple[int, Predictions]] = []

@@ -125,12 +125,12 @@ class Dispatcher:
             properties: Names of properties.
             client: Whose it is; clients share the engine by work.
             priority: ``interactive`` goes before ``bulk``.
-            timeout: Seconds after which it is not begun, or not gone on with.
+            timeout: Seconds after which it is answered with :class:`DeadlinePassed`, be it waiting or in the engine.
             work: Of each structure, (B,), :meth:`nepcore.admission.Admission.work`; left out, a guess by atoms, which
                 is good as long as all structures are about equally dense.
 
         Raises:
-            QueueFull, TooLarge, DeadlinePassed, Draining: It was not taken, or not reached in time.
+            QueueFull, TooLarge, DeadlinePassed, Draining: It was not taken, or not done in time.
             EngineDown: The engine is not there, or ended; ask again.
             ModelError: No such model or property.
             EngineError: A batch failed in a way that nobody foresaw.
@@ -244,6 +244,9 @@ class Dispatcher:
             deadline = self.scheduler.next_deadline()
             if deadline is not None:
                 self._look_at(deadline, now)
+            for flight in self._flights:
+                if flight.deadline < self._timer_at:
+                    self._look_at(flight.deadline, now)
         except Exception as error:
             self._give_up(error)
 
@@ -283,6 +286,18 @@ class Dispatcher:
             request = self._requests.get(job_id)
             if request is not None:
                 self._settle(job_id, DeadlinePassed(request.timeout or 0.0))
+        for flight in list(self._flights):
+            if flight.deadline > now:
+                continue
+            for job_id in sorted(flight.jobs):
+                request = self._requests.get(job_id)
+                if request is not None and request.deadline <= now:
+                    self._settle(job_id, DeadlinePassed(request.timeout or 0.0))
+            flight.deadline = self._earliest(flight)
+
+    def _earliest(self, flight: _Flight) -> float:
+        """When the first of those who wait for a batch waits no longer: one look a batch, no timer a request."""
+        return min((self._requests[id_].deadline for id_ in flight.jobs if id_ in self._requests), default=inf)
 
     def _next(self, task: asyncio.Task[None]) -> _Flight | None:
         """Form the batch that may be sent now, if there is one."""
@@ -292,6 +307,7 @@ class Dispatcher:
             batch = self.scheduler.next_batch(now, urgent_only=urgent) if begin <= now else None
             if batch is not None:
                 flight = _Flight(batch, task, urgent=urgent, ends=now + batch.seconds)
+                flight.deadline = self._earliest(flight)
                 self._flights.append(flight)
         except Exception as error:
             self._give_up(error)
@@ -539,13 +555,14 @@ class Dispatcher:
 class _Flight:
     """A batch in the engine."""
 
-    __slots__ = ("batch", "ends", "gave_way", "jobs", "task", "urgent")
+    __slots__ = ("batch", "deadline", "ends", "gave_way", "jobs", "task", "urgent")
 
     def __init__(self, batch: Batch, task: asyncio.Task[None], *, urgent: bool, ends: float) -> None:
         self.batch = batch
         self.task = task
         self.urgent = urgent
         self.ends = ends  # expected
+        self.deadline = inf  # the earliest of its jobs, or a little before that
         self.gave_way = 0.0  # seconds for urgent work
         self.jobs = {each.job for each in batch.slices}  # those that somebody waits for
 

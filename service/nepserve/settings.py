@@ -92,10 +92,7 @@ class Settings(BaseSettings):
     max_sessions_per_key: int = Field(1_000, ge=1, description="Sessions kept of one key, or of one address.")
 
     request_timeout: float = Field(
-        600.0,
-        gt=0,
-        description="Seconds a request may wait for the device, and go on to its next piece, before it is "
-        "answered with 504; clients may ask for less.",
+        600.0, gt=0, description="Seconds a request may take before it is answered with 504; clients may ask for less."
     )
     receive_timeout: float = Field(
         30.0, gt=0, description="Seconds a client may take to send its request, plus one second a megabyte."

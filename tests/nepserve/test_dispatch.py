@@ -649,7 +649,7 @@ def test_a_request_that_is_not_reached_in_time_is_told_so_in_time() -> None:
     async def main() -> None:
         engine = FakeEngine()
         dispatcher = make(engine)
-        running = ask(dispatcher, block(1), 5000, timeout=1.0)
+        running = ask(dispatcher, block(1), 5000, timeout=4.0)
         await turn()
         late = [ask(dispatcher, block(2), timeout=t, priority="bulk") for t in (3.0, 2.0)]
         with pytest.raises(DeadlinePassed) as found:
@@ -663,6 +663,38 @@ def test_a_request_that_is_not_reached_in_time_is_told_so_in_time() -> None:
         same(await running, block(1))
         assert engine.seen == 1
         assert dispatcher.totals.shed == {"deadline_passed": 2}
+
+    run(main)
+
+
+def test_a_request_that_computes_for_too_long_is_told_so_in_time_and_the_others_of_its_batch_are_answered() -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        dispatcher = make(engine)
+        hasty = ask(dispatcher, block(1), timeout=0.5)
+        patient = ask(dispatcher, block(2), timeout=5.0)
+        await turn()
+        with pytest.raises(DeadlinePassed):
+            await hasty
+        assert asyncio.get_running_loop().time() == 0.5
+        assert engine.taken_back == []
+        await engine.finish_all()
+        same(await patient, block(2))
+        assert dispatcher.totals.shed == {"deadline_passed": 1}
+
+    run(main)
+
+
+def test_a_structure_alone_in_the_engine_is_given_up_at_its_time() -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        dispatcher = make(engine)
+        task = ask(dispatcher, block(1), timeout=0.5)
+        with pytest.raises(DeadlinePassed):
+            await task
+        assert asyncio.get_running_loop().time() == 0.5
+        await turn()
+        assert len(engine.taken_back) == 1
 
     run(main)
 
