@@ -140,7 +140,7 @@ OF_TORCH_CUDA = {
     "CUDAGraph", "Event", "Stream", "current_stream", "device_count", "empty_cache", "get_device_capability",
     "get_device_name", "get_device_properties", "graph", "graph_pool_handle", "is_available", "is_initialized",
     "max_memory_allocated", "mem_get_info", "memory_allocated", "memory_reserved", "reset_peak_memory_stats",
-    "stream", "synchronize",
+    "set_device", "stream", "synchronize",
 }  # fmt: skip
 
 
