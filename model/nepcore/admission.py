@@ -92,11 +92,14 @@ class Admission:
                 found.setdefault(i, StructureError("missing_temperature", reason, field="temperature"))
         if len(neighbors) and neighbors.max() > MAX_NEIGHBORS:
             for i in np.flatnonzero(neighbors > MAX_NEIGHBORS).tolist():
-                reason = (
-                    f"cell: more than {MAX_NEIGHBORS:,} neighbours per atom within {self.cutoff:g} Å; "
-                    "the cell is too small"
+                # Without a periodic direction there is no cell to blame.
+                field, cause = (
+                    ("cell", "the cell is too small")
+                    if structures.pbc[i].any()
+                    else ("positions", "the atoms are too close together")
                 )
-                found.setdefault(i, StructureError("too_dense", reason, field="cell"))
+                reason = f"{field}: more than {MAX_NEIGHBORS:,} neighbours per atom within {self.cutoff:g} Å; {cause}"
+                found.setdefault(i, StructureError("too_dense", reason, field=field))
         return found
 
     def _note_unknown(self, structures: Structures, known: NDArray[np.bool_], found: dict[int, StructureError]) -> None:

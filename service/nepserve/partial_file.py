@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import sys
@@ -14,6 +15,7 @@ from nepcore.files import durable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from io import FileIO
 
 
 class OutputError(NepError):
@@ -50,15 +52,16 @@ class PartialFile:
         self._shown = str(path)
         self.partial: Path | None = None
         self._packed = self._empty = False
+        self._whole = kept or 0
         if self._shown == "-":
-            self._file: BinaryIO = sys.stdout.buffer
+            self._file: BinaryIO | FileIO = sys.stdout.buffer
             return
         # A link stays a link: what it points to is written.
         self._path = Path(os.path.realpath(path))
         if not self._path.exists() or self._path.is_file():
             self.partial = partial_name(self._path)
         with writing(path):
-            self._file = (self.partial or self._path).open("wb" if kept is None else "r+b")
+            self._file = (self.partial or self._path).open("wb" if kept is None else "r+b", buffering=0)
             if kept is not None:
                 durable.cut(self._file, kept)
         self._packed = self._path.suffix == ".gz"
@@ -72,7 +75,9 @@ class PartialFile:
         """
         if content:
             with writing(self._shown):
-                self._file.write(gzip.compress(content, 6, mtime=0) if self._packed else content)
+                content = gzip.compress(content, 6, mtime=0) if self._packed else content
+                _write_all(self._file, content)
+            self._whole += len(content)
             self._empty = False
 
     def settle(self) -> int:
@@ -99,17 +104,30 @@ class PartialFile:
         """Finish the file without naming it, and remove it unless it is to be kept; what is left of it."""
         # If it cannot be finished (the disk is full, the reader is gone), that was said before.
         with suppress(OSError):
+            if self.partial is not None and not self._file.closed:
+                # What was written in part is no result.
+                os.truncate(self._file.fileno(), self._whole)
             self._finish()
         return remaining([] if self.partial is None else [self.partial], keep)
 
     def _finish(self) -> None:
         if self._packed and self._empty and not self._file.closed:
-            self._file.write(gzip.compress(b"", 6, mtime=0))
+            _write_all(self._file, gzip.compress(b"", 6, mtime=0))
             self._empty = False
         if self._file is sys.stdout.buffer:
             self._file.flush()
         else:
             self._file.close()
+
+
+def _write_all(file: BinaryIO | FileIO, content: bytes) -> None:
+    """Write all of it: a raw stream (also the standard output where Python does not buffer it) may take less."""
+    left = memoryview(content)
+    while left:
+        taken = file.write(left)
+        if not taken:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        left = left[taken:]
 
 
 def partial_name(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -258,7 +259,7 @@ def _finish(
         _tell(f"best model, {found.kind} frames, RMSE: {errors(Errors(**rmse))}")
     if not figures:
         _tell("no figures: they need matplotlib, which pip install 'nepserve[train]' brings")
-    _tell(f"{directory.best}, {directory.report}; nepserve serve {job.output} serves the best model")
+    _tell(f"{directory.best}, {directory.report}; nepserve serve {shlex.quote(str(job.output))} serves the best model")
 
 
 def init(path: Path, *, skip_bad: bool = False) -> str:

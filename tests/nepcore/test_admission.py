@@ -109,6 +109,13 @@ def test_crushed_cells_are_too_dense(count: int) -> None:
     assert work.max() == 4 * (MAX_NEIGHBORS + ALONE)
 
 
+def test_a_crowd_without_a_cell_is_the_fault_of_its_positions() -> None:
+    count = MAX_NEIGHBORS + 2
+    errors = DOOR.problems(Structures.from_arrays([count], [14] * count, np.zeros((count, 3)), None))
+    assert (errors[0].code, errors[0].field) == ("too_dense", "positions")
+    assert "cell" not in errors[0].reason
+
+
 def test_nothing_at_all() -> None:
     errors, work = DOOR.examine(Structures.empty())
     assert errors == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import os
@@ -18,7 +19,7 @@ import nepserve.client
 from nepcore.errors import InputFileError, ModelError, ModelFileError, StructureError
 from nepcore.files import xyz
 from nepcore.structures import Predictions, Structures
-from nepserve.partial_file import OutputError
+from nepserve.partial_file import OutputError, PartialFile
 from nepserve.predict import predict
 
 if TYPE_CHECKING:
@@ -241,6 +242,32 @@ def test_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="No space left"):
         predict(source(tmp_path, frame(0)), None, "/dev/full", calculator=Springs(), progress=False)
     assert not Path("/dev/full").is_file()
+
+
+class Narrow(io.RawIOBase):
+    """A stream that takes little at a time, as the standard output does where Python does not buffer it."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.content = b""
+
+    def write(self, content: Any) -> int:
+        taken = bytes(content[: min(7, self.room - len(self.content))])
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.content += taken
+        return len(taken)
+
+
+def test_standard_output_without_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"what was found, to the end\n"
+    wide, full = Narrow(100), Narrow(20)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=wide))
+    PartialFile("-").write(text)
+    assert wide.content == text
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=full))
+    with pytest.raises(OutputError, match="No space left on device"):
+        PartialFile("-").write(text)
 
 
 def test_devices_and_links_stay_what_they_are(tmp_path: Path) -> None:
