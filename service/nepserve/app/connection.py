@@ -81,6 +81,8 @@ class Connection(HttpToolsProtocol):
         """Note when a request begins."""
         self.in_head, self.head_size, self.discarded = True, 0, 0
         self.changed = self.loop.time()
+        # An answer within the parser armed it, and this request may have come in the same bytes.
+        self._unset_keepalive_if_required()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:

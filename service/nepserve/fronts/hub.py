@@ -156,14 +156,22 @@ class Hub:
 
     # -- counters, status, end -------------------------------------------------------------------------------------
 
-    async def count(self) -> None:
-        """Add up what the fronts counted since they were asked last."""
-        await self._of_all(self._count)
+    async def count(self, *, watch: bool = False) -> None:
+        """Add up what the fronts counted since they were asked last.
 
-    async def _count(self, peer: Peer) -> int:
-        said = await peer.ask("count", {}, COUNT_SECONDS)
-        peer.missed = 0 if said is not None else peer.missed + 1
-        return 0
+        Args:
+            watch: Note who is silent; only who asks regularly may, or many questions at once would make a busy front
+                a hung one.
+        """
+
+        async def of(peer: Peer) -> int:
+            if await peer.ask("count", {}, COUNT_SECONDS) is not None:
+                peer.missed = 0
+            elif watch:
+                peer.missed += 1
+            return 0
+
+        await self._of_all(of)
 
     def counted(self, counted: dict[str, Any]) -> None:
         """Take what a front counted."""

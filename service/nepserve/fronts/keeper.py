@@ -137,7 +137,10 @@ class Fronts:
         """One life of a front: how it ended, and whether it ever took connections."""
         settings = self._service.settings
         self._lives += 1
-        process, sock = spawn(shared=self._arenas)
+        try:
+            process, sock = spawn(shared=self._arenas)
+        except OSError as error:
+            return f"cannot be started: {error}", False
         peer = Peer(self.hub, sock, process.pid, arenas=self._arenas)
         self.hub.peers.append(peer)
         peer.tell("begin", {
@@ -175,7 +178,7 @@ class Fronts:
             now = time.monotonic()
             if now - counted >= COUNT_SECONDS:
                 counted = now
-                await self.hub.count()
+                await self.hub.count(watch=True)
             await asyncio.sleep(0.1)
 
 

@@ -82,12 +82,12 @@ class Peer:
         number = next(self._numbers)
         future = self._asked[number] = asyncio.get_running_loop().create_future()
         self._line.send(kind, number, body)
+        ended = asyncio.ensure_future(self.gone.wait())
         try:
-            await asyncio.wait([future, ended := asyncio.ensure_future(self.gone.wait())], timeout=seconds,
-                               return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
-            ended.cancel()
+            await asyncio.wait([future, ended], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             return future.result().body if future.done() else None
         finally:
+            ended.cancel()
             self._asked.pop(number, None)
 
     def give(self, sock: socket.socket, way: str, *, full: bool) -> None:

@@ -120,7 +120,7 @@ class Front:
         self._arrived = 0
         self._opening = 0
         self._telling = False
-        self._early: list[Message] = []
+        self.context: ssl.SSLContext | None = None
         self.code = 0
 
     async def live(self) -> int:

@@ -37,11 +37,13 @@ class Reception:
         self._way = way
         self._most = most
         self._loop = asyncio.get_running_loop()
-        self._open = False
+        self._open = self._closed = False
         listener.setblocking(False)
 
     def look(self) -> None:
         """Take connections as long as there is somebody to give them to."""
+        if self._closed:
+            return
         wanted = bool(self._hub.ready)
         if wanted and not self._open:
             self._loop.add_reader(self._listener.fileno(), self._accept)
@@ -50,7 +52,11 @@ class Reception:
         self._open = wanted
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more, whatever the fronts that are ending still say."""
+        self._closed = True
+        self._pause()
+
+    def _pause(self) -> None:
         if self._open:
             self._loop.remove_reader(self._listener.fileno())
             self._open = False
@@ -66,7 +72,7 @@ class Reception:
                 return
             except OSError as error:
                 log.error("no connection can be taken: %s", error)
-                self.close()
+                self._pause()
                 self._loop.call_later(_PAUSE, self.look)
                 return
             if sock.family != socket.AF_UNIX:
